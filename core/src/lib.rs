@@ -1,3 +1,4 @@
 //! placeholder
 pub mod error;
+pub mod rt;
 pub mod weights;

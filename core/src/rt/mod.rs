@@ -1,0 +1,3 @@
+//! The only place that knows native from wasm.
+
+pub mod file;
