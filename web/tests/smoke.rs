@@ -64,6 +64,19 @@ async fn the_page_can_say_which_device_the_engine_opened() {
 }
 
 #[wasm_bindgen_test]
+async fn the_browser_compiles_every_shader_of_the_engine() {
+    let device = device().await;
+    let shaders = ebbtide_shaders::all();
+    assert!(!shaders.is_empty());
+    let mut found = Vec::new();
+    for shader in shaders {
+        found.extend(complaints(&device, shader.name, shader.source).await);
+    }
+    console_log!("{} shaders", shaders.len());
+    assert!(found.is_empty(), "the browser refuses:\n{}", found.join("\n"));
+}
+
+#[wasm_bindgen_test]
 async fn the_browser_finds_a_barrier_in_non_uniform_control_flow() {
     // Without this, a test that looked at the wrong place would pass for ever.
     let source = "var<workgroup> w: array<u32, 64>;
