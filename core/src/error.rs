@@ -43,7 +43,9 @@ pub enum Error {
         reason: String,
     },
     /// A file changed (size or modification time) after it was opened.
-    #[error("{file}: the file changed while in use ({reason}); nothing was updated. Restore the file and open it again")]
+    #[error(
+        "{file}: the file changed while in use ({reason}); nothing was updated. Restore the file and open it again"
+    )]
     SourceChanged {
         /// The file's path or name.
         file: String,
@@ -103,7 +105,9 @@ pub enum Error {
         reason: String,
     },
     /// The device is out of memory.
-    #[error("the device is out of memory: {what} of {size} could not be made while {in_use} were in use; choose a smaller budget")]
+    #[error(
+        "the device is out of memory: {what} of {size} could not be made while {in_use} were in use; choose a smaller budget"
+    )]
     OutOfMemory {
         /// What was to be made.
         what: String,
@@ -205,7 +209,11 @@ mod tests {
 
     #[test]
     fn a_refused_budget_names_the_floor_and_what_sets_it() {
-        let e = Error::BudgetBelowFloor { asked: Bytes(10), floor: Bytes(20), set_by: "segment `down`".into() };
+        let e = Error::BudgetBelowFloor {
+            asked: Bytes(10),
+            floor: Bytes(20),
+            set_by: "segment `down`".into(),
+        };
         assert_eq!((e.code(), e.exit_status()), ("budget-below-floor", 3));
         assert!(e.to_string().contains("at least 20 bytes") && e.to_string().contains("segment `down`"));
     }
