@@ -1,1 +1,9 @@
-//! placeholder
+//! Conformance, budget, fault and browser tests of ebbtide; what they share stands here.
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test stops at the first surprise"
+)]
+
+pub mod kernel;
