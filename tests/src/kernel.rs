@@ -483,25 +483,26 @@ impl Random {
     }
 }
 
-/// Defines tests with one async body each, which gets an open [`Gpu`]: natively on the test's thread, in a browser awaited.
+/// Makes tests of async functions that take an open [`Gpu`]: natively on the test's thread, in a browser awaited.
+///
+/// A function left out of the list is unused, and the compiler says so.
 #[macro_export]
 macro_rules! gpu_tests {
-    ($(async fn $name:ident($gpu:ident: &Gpu) $body:block)*) => {$(
-        #[cfg(not(target_arch = "wasm32"))]
-        #[test]
-        fn $name() {
-            pollster::block_on(async {
-                let opened = $crate::kernel::Gpu::open().await;
-                let $gpu = &opened;
-                $body
-            });
+    ($($name:ident),* $(,)?) => {
+        mod on_device {
+            use $crate::kernel::Gpu;
+            $(
+                #[cfg(not(target_arch = "wasm32"))]
+                #[test]
+                fn $name() {
+                    pollster::block_on(async { super::$name(&Gpu::open().await).await });
+                }
+                #[cfg(target_arch = "wasm32")]
+                #[wasm_bindgen_test::wasm_bindgen_test]
+                async fn $name() {
+                    super::$name(&Gpu::open().await).await;
+                }
+            )*
         }
-        #[cfg(target_arch = "wasm32")]
-        #[wasm_bindgen_test::wasm_bindgen_test]
-        async fn $name() {
-            let opened = $crate::kernel::Gpu::open().await;
-            let $gpu = &opened;
-            $body
-        }
-    )*};
+    };
 }

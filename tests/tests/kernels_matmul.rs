@@ -125,87 +125,142 @@ fn rounded_twice(p: &Params, d: &Data) -> Vec<f32> {
     c
 }
 
-gpu_tests! {
-    async fn matmul_equals_its_twin_at_ragged_shapes(gpu: &Gpu) {
-        for (i, (m, n, k)) in [(1, 1, 1), (1, 3, 31), (3, 1, 33), (31, 33, 65), (33, 31, 3), (65, 127, 1), (127, 65, 129)]
-            .into_iter()
-            .enumerate()
-        {
-            check(gpu, &dense(1, 1, m, n, k), [F32; 3], i as u64).await;
-        }
-    }
-
-    async fn weights_and_bias_are_read_in_their_own_dtype_at_odd_counts(gpu: &Gpu) {
-        for (i, dtypes) in [[F32, F16, BF16], [F32, BF16, F16], [BF16, F32, F32], [F16, BF16, BF16]].into_iter().enumerate() {
-            let p = Params { has_bias: 1, alpha: 0.75, ..dense(1, 1, 33, 65, 31) };
-            check(gpu, &p, dtypes, 20 + i as u64).await;
-        }
-    }
-
-    async fn offsets_may_be_odd_in_half_width_weights(gpu: &Gpu) {
-        let p = Params { a_off: 3, b_off: 5, bias_off: 7, c_off: 2, has_bias: 1, ..dense(1, 1, 5, 7, 9) };
-        check(gpu, &p, [F16, BF16, F16], 30).await;
-    }
-
-    async fn every_transposed_form_is_the_same_kernel(gpu: &Gpu) {
-        for bits in 0..8u32 {
-            let (m, n, k) = (33, 35, 17);
-            let mut p = dense(1, 1, m, n, k);
-            if bits & 1 != 0 {
-                (p.a_m, p.a_k) = (1, m);
-            }
-            if bits & 2 != 0 {
-                (p.b_k, p.b_n) = (1, k);
-            }
-            if bits & 4 != 0 {
-                (p.c_m, p.c_n) = (1, m);
-            }
-            check(gpu, &p, [F32, BF16, F32], 40 + u64::from(bits)).await;
-        }
-    }
-
-    async fn batches_are_strided_and_grouped_heads_are_a_stride_of_zero(gpu: &Gpu) {
-        check(gpu, &dense(2, 3, 33, 5, 7), [F32; 3], 50).await;
-        let p = Params { bb0: 0, bb1: 0, ..dense(3, 2, 4, 33, 5) };
-        check(gpu, &p, [F32, F16, F32], 51).await;
-    }
-
-    async fn a_sum_may_be_empty(gpu: &Gpu) {
-        let p = Params { has_bias: 1, ..dense(1, 1, 3, 5, 1) };
-        let mut d = data(&p, 60);
-        let empty = Params { k: 0, ..p };
-        let (a, b, bias) = (words(&d.a), words(&d.b), words(&d.bias));
-        let got = gpu
-            .run(&SHADER, &[], &empty, &[Buf::In(&a), Buf::In(&b), Buf::In(&bias), Buf::Fresh(15)], Launch::Whole)
-            .await;
-        cpu::matmul(&empty, &d.a, &d.b, &d.bias, &mut d.c);
-        same_words("empty sum", &got[0], &words(&d.c));
-    }
-
-    async fn a_sum_cut_along_k_and_carried_has_the_bits_of_the_whole(gpu: &Gpu) {
-        let whole = Params { has_bias: 1, alpha: 0.5, ..dense(1, 1, 65, 33, 127) };
-        let d = data(&whole, 70);
-        let (a, b, bias) = (words(&d.a), words(&d.b), words(&d.bias));
-        let run = async |p: Params, c: Buf<'_>| {
-            gpu.run(&SHADER, &[], &p, &[Buf::In(&a), Buf::In(&b), Buf::In(&bias), c], Launch::Whole).await.remove(0)
-        };
-        let want = run(whole, Buf::Fresh(d.c.len())).await;
-        let mut c = Vec::new();
-        let mut start = 0;
-        for (i, size) in [1, 40, 64, 22].into_iter().enumerate() {
-            let last = start + size == whole.k;
-            let p = Params {
-                k: size,
-                a_off: start * whole.a_k,
-                b_off: start * whole.b_k,
-                carry: u32::from(i > 0),
-                has_bias: u32::from(last),
-                alpha: if last { whole.alpha } else { 1.0 },
-                ..whole
-            };
-            c = run(p, if i == 0 { Buf::Fresh(d.c.len()) } else { Buf::InOut(&c) }).await;
-            start += size;
-        }
-        same_words("carried", &c, &want);
+async fn matmul_equals_its_twin_at_ragged_shapes(gpu: &Gpu) {
+    for (i, (m, n, k)) in [
+        (1, 1, 1),
+        (1, 3, 31),
+        (3, 1, 33),
+        (31, 33, 65),
+        (33, 31, 3),
+        (65, 127, 1),
+        (127, 65, 129),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        check(gpu, &dense(1, 1, m, n, k), [F32; 3], i as u64).await;
     }
 }
+
+async fn weights_and_bias_are_read_in_their_own_dtype_at_odd_counts(gpu: &Gpu) {
+    for (i, dtypes) in [[F32, F16, BF16], [F32, BF16, F16], [BF16, F32, F32], [F16, BF16, BF16]]
+        .into_iter()
+        .enumerate()
+    {
+        let p = Params {
+            has_bias: 1,
+            alpha: 0.75,
+            ..dense(1, 1, 33, 65, 31)
+        };
+        check(gpu, &p, dtypes, 20 + i as u64).await;
+    }
+}
+
+async fn offsets_may_be_odd_in_half_width_weights(gpu: &Gpu) {
+    let p = Params {
+        a_off: 3,
+        b_off: 5,
+        bias_off: 7,
+        c_off: 2,
+        has_bias: 1,
+        ..dense(1, 1, 5, 7, 9)
+    };
+    check(gpu, &p, [F16, BF16, F16], 30).await;
+}
+
+async fn every_transposed_form_is_the_same_kernel(gpu: &Gpu) {
+    for bits in 0..8u32 {
+        let (m, n, k) = (33, 35, 17);
+        let mut p = dense(1, 1, m, n, k);
+        if bits & 1 != 0 {
+            (p.a_m, p.a_k) = (1, m);
+        }
+        if bits & 2 != 0 {
+            (p.b_k, p.b_n) = (1, k);
+        }
+        if bits & 4 != 0 {
+            (p.c_m, p.c_n) = (1, m);
+        }
+        check(gpu, &p, [F32, BF16, F32], 40 + u64::from(bits)).await;
+    }
+}
+
+async fn batches_are_strided_and_grouped_heads_are_a_stride_of_zero(gpu: &Gpu) {
+    check(gpu, &dense(2, 3, 33, 5, 7), [F32; 3], 50).await;
+    let p = Params {
+        bb0: 0,
+        bb1: 0,
+        ..dense(3, 2, 4, 33, 5)
+    };
+    check(gpu, &p, [F32, F16, F32], 51).await;
+}
+
+async fn a_sum_may_be_empty(gpu: &Gpu) {
+    let p = Params {
+        has_bias: 1,
+        ..dense(1, 1, 3, 5, 1)
+    };
+    let mut d = data(&p, 60);
+    let empty = Params { k: 0, ..p };
+    let (a, b, bias) = (words(&d.a), words(&d.b), words(&d.bias));
+    let got = gpu
+        .run(
+            &SHADER,
+            &[],
+            &empty,
+            &[Buf::In(&a), Buf::In(&b), Buf::In(&bias), Buf::Fresh(15)],
+            Launch::Whole,
+        )
+        .await;
+    cpu::matmul(&empty, &d.a, &d.b, &d.bias, &mut d.c);
+    same_words("empty sum", &got[0], &words(&d.c));
+}
+
+async fn a_sum_cut_along_k_and_carried_has_the_bits_of_the_whole(gpu: &Gpu) {
+    let whole = Params {
+        has_bias: 1,
+        alpha: 0.5,
+        ..dense(1, 1, 65, 33, 127)
+    };
+    let d = data(&whole, 70);
+    let (a, b, bias) = (words(&d.a), words(&d.b), words(&d.bias));
+    let run = async |p: Params, c: Buf<'_>| {
+        gpu.run(
+            &SHADER,
+            &[],
+            &p,
+            &[Buf::In(&a), Buf::In(&b), Buf::In(&bias), c],
+            Launch::Whole,
+        )
+        .await
+        .remove(0)
+    };
+    let want = run(whole, Buf::Fresh(d.c.len())).await;
+    let mut c = Vec::new();
+    let mut start = 0;
+    for (i, size) in [1, 40, 64, 22].into_iter().enumerate() {
+        let last = start + size == whole.k;
+        let p = Params {
+            k: size,
+            a_off: start * whole.a_k,
+            b_off: start * whole.b_k,
+            carry: u32::from(i > 0),
+            has_bias: u32::from(last),
+            alpha: if last { whole.alpha } else { 1.0 },
+            ..whole
+        };
+        c = run(p, if i == 0 { Buf::Fresh(d.c.len()) } else { Buf::InOut(&c) }).await;
+        start += size;
+    }
+    same_words("carried", &c, &want);
+}
+
+gpu_tests!(
+    matmul_equals_its_twin_at_ragged_shapes,
+    weights_and_bias_are_read_in_their_own_dtype_at_odd_counts,
+    offsets_may_be_odd_in_half_width_weights,
+    every_transposed_form_is_the_same_kernel,
+    batches_are_strided_and_grouped_heads_are_a_stride_of_zero,
+    a_sum_may_be_empty,
+    a_sum_cut_along_k_and_carried_has_the_bits_of_the_whole,
+);

@@ -66,55 +66,76 @@ async fn check(gpu: &Gpu, p: &Params, op: u32, values: &[f32], dtype: u32) {
     }
 }
 
-gpu_tests! {
-    async fn a_row_of_any_length_is_reduced(gpu: &Gpu) {
-        let mut random = Random::new(1);
-        for count in [1, 3, 31, 32, 33, 65, 127, 255, 256, 257, 1000, 4099] {
-            let values = random.units(3 * count as usize);
-            for op in [SUM, MEAN, MAX, ARGMAX] {
-                check(gpu, &over(&[3, count], &[1]), op, &values, F32).await;
-            }
-        }
-    }
-
-    async fn any_dimensions_of_rank_one_to_six_are_reduced(gpu: &Gpu) {
-        let shape = [3, 2, 5, 1, 7, 4];
-        let mut random = Random::new(2);
-        for (rank, reduced) in [(1, vec![0]), (2, vec![0]), (3, vec![1]), (4, vec![0, 3]), (5, vec![1, 2, 4]), (6, vec![0, 2, 4]), (6, vec![0, 1, 2, 3, 4, 5])] {
-            let shape = &shape[..rank];
-            let values = random.units(shape.iter().product::<u32>() as usize);
-            for op in [SUM, MAX, ARGMAX] {
-                check(gpu, &over(shape, &reduced), op, &values, F32).await;
-            }
-        }
-    }
-
-    async fn many_outputs_fit_no_workgroup(gpu: &Gpu) {
-        let mut random = Random::new(3);
-        let values = random.units(515 * 7);
-        for (dtype, op) in [(F32, MEAN), (F16, SUM), (BF16, MAX), (BF16, ARGMAX)] {
-            check(gpu, &over(&[7, 515], &[0]), op, &values, dtype).await;
-        }
-    }
-
-    async fn a_view_may_start_anywhere_and_repeat_elements(gpu: &Gpu) {
-        let mut random = Random::new(4);
-        let values = random.units(200);
-        let mut p = over(&[4, 33], &[1]);
-        p.a_off = 5;
-        check(gpu, &p, SUM, &values, F16).await;
-        p.red_stride = [[0; 4]; 2];
-        check(gpu, &p, SUM, &values, F32).await;
-    }
-
-    async fn ties_go_to_the_lowest_index_and_all_may_be_negative(gpu: &Gpu) {
-        for count in [7, 600] {
-            let mut values = vec![-5.0f32; 2 * count];
-            for at in [3, 5, count + 1, count + 6] {
-                values[at] = -1.0;
-            }
-            check(gpu, &over(&[2, count as u32], &[1]), ARGMAX, &values, F32).await;
-            check(gpu, &over(&[2, count as u32], &[1]), MAX, &vec![f32::NEG_INFINITY; 2 * count], F32).await;
+async fn a_row_of_any_length_is_reduced(gpu: &Gpu) {
+    let mut random = Random::new(1);
+    for count in [1, 3, 31, 32, 33, 65, 127, 255, 256, 257, 1000, 4099] {
+        let values = random.units(3 * count as usize);
+        for op in [SUM, MEAN, MAX, ARGMAX] {
+            check(gpu, &over(&[3, count], &[1]), op, &values, F32).await;
         }
     }
 }
+
+async fn any_dimensions_of_rank_one_to_six_are_reduced(gpu: &Gpu) {
+    let shape = [3, 2, 5, 1, 7, 4];
+    let mut random = Random::new(2);
+    for (rank, reduced) in [
+        (1, vec![0]),
+        (2, vec![0]),
+        (3, vec![1]),
+        (4, vec![0, 3]),
+        (5, vec![1, 2, 4]),
+        (6, vec![0, 2, 4]),
+        (6, vec![0, 1, 2, 3, 4, 5]),
+    ] {
+        let shape = &shape[..rank];
+        let values = random.units(shape.iter().product::<u32>() as usize);
+        for op in [SUM, MAX, ARGMAX] {
+            check(gpu, &over(shape, &reduced), op, &values, F32).await;
+        }
+    }
+}
+
+async fn many_outputs_fit_no_workgroup(gpu: &Gpu) {
+    let mut random = Random::new(3);
+    let values = random.units(515 * 7);
+    for (dtype, op) in [(F32, MEAN), (F16, SUM), (BF16, MAX), (BF16, ARGMAX)] {
+        check(gpu, &over(&[7, 515], &[0]), op, &values, dtype).await;
+    }
+}
+
+async fn a_view_may_start_anywhere_and_repeat_elements(gpu: &Gpu) {
+    let mut random = Random::new(4);
+    let values = random.units(200);
+    let mut p = over(&[4, 33], &[1]);
+    p.a_off = 5;
+    check(gpu, &p, SUM, &values, F16).await;
+    p.red_stride = [[0; 4]; 2];
+    check(gpu, &p, SUM, &values, F32).await;
+}
+
+async fn ties_go_to_the_lowest_index_and_all_may_be_negative(gpu: &Gpu) {
+    for count in [7, 600] {
+        let mut values = vec![-5.0f32; 2 * count];
+        for at in [3, 5, count + 1, count + 6] {
+            values[at] = -1.0;
+        }
+        check(gpu, &over(&[2, count as u32], &[1]), ARGMAX, &values, F32).await;
+        check(
+            gpu,
+            &over(&[2, count as u32], &[1]),
+            MAX,
+            &vec![f32::NEG_INFINITY; 2 * count],
+            F32,
+        )
+        .await;
+    }
+}
+
+gpu_tests!(
+    a_row_of_any_length_is_reduced,
+    any_dimensions_of_rank_one_to_six_are_reduced,
+    many_outputs_fit_no_workgroup,
+    a_view_may_start_anywhere_and_repeat_elements,
+    ties_go_to_the_lowest_index_and_all_may_be_negative,
+);
