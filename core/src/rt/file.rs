@@ -260,3 +260,86 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
 fn sync_folder(_: &Path) -> io::Result<()> {
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entries(folder: &Path) -> Vec<String> {
+        let mut names: Vec<String> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_save_replaces_the_file_and_leaves_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.safetensors");
+        for content in [b"old".as_slice(), b"new, longer"] {
+            save_atomically(&path, |out| out.write_all(content).map_err(|e| io_error(&path, e))).unwrap();
+            assert_eq!(std::fs::read(&path).unwrap(), content);
+            assert_eq!(entries(folder.path()), ["a.safetensors"]);
+        }
+    }
+
+    #[test]
+    fn a_save_that_fails_half_way_leaves_the_old_file_and_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        std::fs::write(&path, b"old").unwrap();
+        let failed = save_atomically(&path, |out| {
+            out.write_all(&[1; 1 << 20]).map_err(|e| io_error(&path, e))?;
+            Err(Error::Cancelled)
+        });
+        assert!(matches!(failed, Err(Error::Cancelled)));
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+        assert_eq!(entries(folder.path()), ["a"]);
+    }
+
+    #[test]
+    fn a_save_that_cannot_be_renamed_removes_its_temporary_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("taken");
+        std::fs::create_dir(&path).unwrap();
+        let error = save_atomically(&path, |_| Ok(())).unwrap_err();
+        assert_eq!(error.code(), "io");
+        assert_eq!(entries(folder.path()), ["taken"]);
+        assert_eq!(save_atomically(Path::new("/"), |_| Ok(())).unwrap_err().code(), "io");
+        assert_eq!(
+            save_atomically(&folder.path().join("none/a"), |_| Ok(()))
+                .unwrap_err()
+                .code(),
+            "io"
+        );
+    }
+
+    #[test]
+    fn what_is_not_a_regular_file_is_refused_without_waiting() {
+        let folder = tempfile::tempdir().unwrap();
+        for path in [
+            folder.path().to_owned(),
+            folder.path().join("none"),
+            PathBuf::from("/dev/null"),
+        ] {
+            assert_eq!(PositionedFile::open(&path).unwrap_err().code(), "io");
+        }
+    }
+
+    #[test]
+    fn only_regular_files_of_the_extension_are_found_sorted() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b.safetensors", "a.safetensors", "c.txt", "d.safetensors.tmp"] {
+            std::fs::write(folder.path().join(name), b"").unwrap();
+        }
+        std::fs::create_dir(folder.path().join("e.safetensors")).unwrap();
+        let found = files_with_extension(folder.path(), "safetensors").unwrap();
+        let names: Vec<_> = found
+            .iter()
+            .map(|p| p.file_name().unwrap().to_string_lossy().into_owned())
+            .collect();
+        assert_eq!(names, ["a.safetensors", "b.safetensors"]);
+    }
+}

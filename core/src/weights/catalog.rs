@@ -270,7 +270,7 @@ impl Catalog {
     /// the file's segment.
     fn add_names_and_segment(&mut self, file: usize, ids: &[Vec<Option<WeightId>>], at_home: impl Fn(&str) -> bool) {
         let CatalogFile { stem, source, header } = self.files[file].clone();
-        let mut entries = Vec::new();
+        let (mut entries, mut left_out) = (Vec::new(), Vec::new());
         for (tensor, weight) in header.tensors.iter().zip(&ids[source]) {
             if at_home(&tensor.name) {
                 let hit = Hit {
@@ -280,31 +280,54 @@ impl Catalog {
                 };
                 self.names.entry(Arc::clone(&tensor.name)).or_default().push(hit);
             }
-            if let Some(weight) = *weight {
-                entries.extend(self.all_pieces(&tensor.name, weight));
+            match *weight {
+                Some(weight) => entries.extend(self.all_pieces(&tensor.name, weight)),
+                None => left_out.push((Arc::clone(&tensor.name), tensor.dtype)),
             }
         }
-        let id = self.push_segment(stem, entries);
+        let id = self.push_segment(stem, entries, left_out.into());
         self.defaults.insert(id);
     }
 
     fn all_pieces(&self, name: &Arc<str>, weight: WeightId) -> Vec<SegmentEntry> {
         let count = self.weights.get(weight.0 as usize).map_or(0, |w| w.pieces.len()) as u32;
         (0..count)
-            .map(|piece| SegmentEntry {
-                name: Arc::clone(name),
-                weight,
-                piece,
-            })
+            .map(|piece| self.entry(Arc::clone(name), weight, piece))
             .collect()
     }
 
-    fn push_segment(&mut self, name: Arc<str>, entries: Vec<SegmentEntry>) -> SegmentId {
+    fn entry(&self, name: Arc<str>, id: WeightId, piece: u32) -> SegmentEntry {
+        let weight = self.weight(id);
+        let shape = match weight.pieces.get(piece as usize) {
+            Some(part) if weight.pieces.len() > 1 => {
+                vec![
+                    part.rows.end - part.rows.start,
+                    weight.shape.last().copied().unwrap_or(1),
+                ]
+            }
+            _ => weight.shape.clone(),
+        };
+        SegmentEntry {
+            name,
+            weight: id,
+            piece,
+            dtype: weight.dtype,
+            shape,
+        }
+    }
+
+    fn push_segment(
+        &mut self,
+        name: Arc<str>,
+        entries: Vec<SegmentEntry>,
+        left_out: Arc<[(Arc<str>, FileDType)]>,
+    ) -> SegmentId {
         let id = SegmentId(self.segments.len() as u32);
         self.segments.push(Segment {
             id,
             name: Arc::clone(&name),
             entries: entries.into(),
+            left_out,
         });
         self.current.insert(name, id);
         id
@@ -379,11 +402,10 @@ impl Catalog {
     }
 
     fn unusable(&self, source: usize, name: &str, dtype: FileDType) -> Error {
-        let known: Vec<&str> = DType::ALL.iter().map(|d| d.name()).collect();
         Error::Format {
             file: self.sources[source].name().into(),
             tensor: Some(name.into()),
-            reason: format!("its type {dtype} cannot be a weight; known are {}", known.join(", ")),
+            reason: format!("its type {dtype} cannot be a weight; known are {}", DType::list()),
         }
     }
 
@@ -451,11 +473,7 @@ impl Catalog {
                     reason,
                 });
             }
-            entries.push(SegmentEntry {
-                name: Arc::from(*short),
-                weight: *weight,
-                piece: *piece,
-            });
+            entries.push(self.entry(Arc::from(*short), *weight, *piece));
         }
         // Several pieces of one weight go by one name; anything else by one name is a mistake.
         let mut distinct: Vec<(&str, WeightId)> = pieces.iter().map(|(short, weight, _)| (*short, *weight)).collect();
@@ -510,24 +528,24 @@ impl Catalog {
                 .cloned();
             let rest: Vec<SegmentEntry> = rest.collect();
             if rest.len() != old.entries.len() {
-                shrunk.push((*id, Arc::clone(&old.name), rest));
+                shrunk.push((*id, Arc::clone(&old.name), rest, Arc::clone(&old.left_out)));
             }
         }
-        let gone = |id: SegmentId| shrunk.iter().any(|(other, _, rest)| *other == id && rest.is_empty());
+        let gone = |id: SegmentId| shrunk.iter().any(|(other, _, rest, _)| *other == id && rest.is_empty());
         if self.current.get(name).is_some_and(|id| !gone(*id)) {
             return Err(refuse("the name is taken".into()));
         }
         // Nothing fails from here on. Sorted, as ids must not depend on the order of a hash set.
-        shrunk.sort_by_key(|(id, _, _)| *id);
-        for (id, file, rest) in shrunk {
+        shrunk.sort_by_key(|(id, _, _, _)| *id);
+        for (id, file, rest, left_out) in shrunk {
             self.defaults.remove(&id);
             self.current.remove(&file);
             if !rest.is_empty() {
-                let id = self.push_segment(file, rest);
+                let id = self.push_segment(file, rest, left_out);
                 self.defaults.insert(id);
             }
         }
-        let id = self.push_segment(name.into(), entries);
+        let id = self.push_segment(name.into(), entries, Arc::default());
         Ok(self.segments[id.0 as usize].clone())
     }
 

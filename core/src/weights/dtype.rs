@@ -54,6 +54,11 @@ impl DType {
         DType::ALL.into_iter().find(|d| d.name() == name)
     }
 
+    /// The names of all types, for messages.
+    pub(crate) fn list() -> String {
+        DType::ALL.map(DType::name).join(", ")
+    }
+
     /// Whether the type is a floating-point one.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F16 | DType::BF16)

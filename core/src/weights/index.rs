@@ -160,3 +160,94 @@ impl<'de> serde::Deserialize<'de> for UniqueMap {
         deserializer.deserialize_map(Unique)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shard_name_is_a_relative_path_of_plain_components() {
+        for good in [
+            "a.safetensors",
+            "model-00001-of-00002.safetensors",
+            "sub/a.safetensors",
+            "..a",
+            "a..b/c",
+            "...",
+            "\u{e9}",
+        ] {
+            assert_eq!(check_shard_name(good), Ok(()), "{good}");
+        }
+        for bad in [
+            "",
+            ".",
+            "..",
+            "../a",
+            "a/../b",
+            "a/..",
+            "./a",
+            "a/./b",
+            "/a",
+            "//a",
+            "a//b",
+            "a/",
+            "C:a",
+            "C:/a",
+            "C:\\a",
+            "\\\\server\\a",
+            "..\\a",
+            "a\\b",
+            "a:stream",
+            "file:///a",
+            "a\0.safetensors",
+            "\0",
+        ] {
+            assert!(check_shard_name(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_refused_shard_names_index_tensor_and_shard() {
+        let error = Index::parse("i.json", br#"{"weight_map":{"t":"../../etc/passwd"}}"#).unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.code(), "format");
+        assert!(
+            text.contains("i.json") && text.contains("`t`") && text.contains("../../etc/passwd"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn what_is_no_index_is_a_format_error() {
+        for bad in [
+            "",
+            "[]",
+            "{}",
+            "null",
+            r#"{"weight_map":[]}"#,
+            r#"{"weight_map":{"a":1}}"#,
+            r#"{"weight_map":{"a":"b"}"#,
+            r#"{"weight_map":{"a":"b","a":"c"}}"#,
+            r#"{"weight_map":{"a":"b"},"weight_map":{"a":"b"}}"#,
+            "\u{feff}{}",
+        ] {
+            let error = Index::parse("i.json", bad.as_bytes()).unwrap_err();
+            assert_eq!(error.code(), "format", "{bad}");
+        }
+        assert!(Index::parse("i.json", &[b'{', 0xff, b'}']).is_err());
+        let deep = format!(r#"{{"metadata":{}"#, "[".repeat(1_000_000));
+        assert!(Index::parse("i.json", deep.as_bytes()).is_err());
+    }
+
+    #[test]
+    fn shards_are_listed_once_and_metadata_is_of_no_concern() {
+        let text = br#"{"metadata":{"total_size":7.5},"weight_map":{"b":"2","a":"1","c":"1"},"more":null}"#;
+        let index = Index::parse("i.json", text).unwrap();
+        assert_eq!(index.shards().into_iter().collect::<Vec<_>>(), ["1", "2"]);
+        assert_eq!(
+            index.entries().collect::<Vec<_>>(),
+            [("a", "1"), ("b", "2"), ("c", "1")]
+        );
+        assert_eq!((index.shard("b"), index.shard("d")), (Some("2"), None));
+    }
+}

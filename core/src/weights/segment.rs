@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::weights::catalog::WeightId;
+use crate::weights::dtype::{DType, FileDType};
 use std::sync::Arc;
 
 /// Names a segment within its catalog. An id keeps naming the same content, also after the segment was redefined.
@@ -17,6 +18,10 @@ pub struct SegmentEntry {
     pub weight: WeightId,
     /// The index of the piece in the weight's `pieces`.
     pub piece: u32,
+    /// The element type.
+    pub dtype: DType,
+    /// The shape of this piece: the weight's own where it has one piece, else [rows, columns].
+    pub shape: Vec<u64>,
 }
 
 /// A named set of weights (or pieces of them) that are loaded and evicted together. Cheap to clone.
@@ -28,20 +33,31 @@ pub struct Segment {
     pub name: Arc<str>,
     /// What is loaded, in this order. A weight of size zero is listed and occupies no bytes.
     pub entries: Arc<[SegmentEntry]>,
+    /// Tensors of the file whose type cannot be a weight, with that type: they are listed but never loaded.
+    pub left_out: Arc<[(Arc<str>, FileDType)]>,
 }
 
 impl Segment {
-    /// The weight with this name in the segment. Errors: [`Error::NotFound`].
+    /// The weight with this name in the segment.
+    ///
+    /// Errors: [`Error::NotFound`]; [`Error::Invalid`] if it is one of `left_out`.
     pub fn weight(&self, name: &str) -> Result<WeightId> {
-        self.entries
-            .iter()
-            .find(|e| &*e.name == name)
-            .map(|e| e.weight)
-            .ok_or_else(|| Error::NotFound {
-                what: "weight",
-                name: name.into(),
-                hint: Some(hint(&format!("segment `{}`", self.name), self.names())),
-            })
+        if let Some(entry) = self.entries.iter().find(|e| &*e.name == name) {
+            return Ok(entry.weight);
+        }
+        if let Some((_, dtype)) = self.left_out.iter().find(|(n, _)| &**n == name) {
+            let reason = format!("its type {dtype} cannot be a weight; known are {}", DType::list());
+            return Err(Error::Invalid {
+                what: format!("weight `{name}` of segment `{}`", self.name),
+                reason,
+            });
+        }
+        let hint = hint(&format!("segment `{}`", self.name), self.names());
+        Err(Error::NotFound {
+            what: "weight",
+            name: name.into(),
+            hint: Some(hint),
+        })
     }
 
     /// The names of its weights, in order, each once.

@@ -210,3 +210,45 @@ impl fmt::Debug for Source {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_outside_of_the_bytes_is_an_error_and_never_zeros() {
+        let source = Source::memory("m", vec![1u8, 2, 3]);
+        let mut sink = [9; 2];
+        source.read_exact_at(1, &mut sink).unwrap();
+        assert_eq!(sink, [2, 3]);
+        for offset in [2, 3, 4, u64::MAX - 1, u64::MAX] {
+            let error = source.read_exact_at(offset, &mut sink).unwrap_err();
+            assert_eq!(error.code(), "io");
+        }
+        assert_eq!(sink, [2, 3]);
+        source.read_exact_at(3, &mut []).unwrap();
+    }
+
+    #[test]
+    fn memory_is_one_source_by_address_and_not_by_content_or_name() {
+        let bytes: Arc<[u8]> = vec![1u8, 2].into();
+        let (a, b) = (Source::memory("a", Arc::clone(&bytes)), Source::memory("b", bytes));
+        assert_eq!(a, b);
+        assert_ne!(a, Source::memory("a", vec![1u8, 2]));
+        assert_eq!(a, a.clone());
+    }
+
+    #[test]
+    fn a_stem_is_the_last_component_without_its_extension() {
+        for (name, stem) in [
+            ("x/down.safetensors", "down"),
+            ("C:\\m\\up.safetensors", "up"),
+            ("model", "model"),
+            (".hidden", ".hidden"),
+            ("a.b.c", "a.b"),
+            ("x/", ""),
+        ] {
+            assert_eq!(Source::memory(name, Vec::new()).stem(), stem);
+        }
+    }
+}

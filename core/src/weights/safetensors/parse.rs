@@ -99,10 +99,9 @@ impl Header {
         let parsed = HeaderSeed { at: &at }
             .deserialize(&mut json)
             .and_then(|header| json.end().map(|()| header));
-        let raw = parsed.map_err(|e| Error::Format {
-            file: file.into(),
-            tensor: at.take().map(|name: Arc<str>| name.to_string()),
-            reason: format!("its header is not valid: {e}"),
+        let raw = parsed.map_err(|e| {
+            let tensor: Option<Arc<str>> = at.take();
+            format_error(file, tensor.as_deref(), format!("its header is not valid: {e}"))
         })?;
         let header_bytes = text.len() as u64 + 8;
         let tensors = checked_ranges(file, raw.tensors, header_bytes, file_len)?;
@@ -121,12 +120,29 @@ impl Header {
     }
 }
 
-pub(crate) fn format_error(file: &str, tensor: Option<&str>, reason: impl Into<String>) -> Error {
+/// An [`Error::Format`] whose texts may come from the file: they are kept short and free of control characters, as a
+/// hostile name may be megabytes long or drive a terminal.
+pub(crate) fn format_error(file: &str, tensor: Option<&str>, reason: impl AsRef<str>) -> Error {
     Error::Format {
         file: file.into(),
-        tensor: tensor.map(str::to_owned),
-        reason: reason.into(),
+        tensor: tensor.map(|t| shown(t, 256)),
+        reason: shown(reason.as_ref(), 1024),
     }
+}
+
+fn shown(text: &str, most: usize) -> String {
+    let mut shown = String::new();
+    for c in text.chars().take(most) {
+        if c.is_control() {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    if text.chars().nth(most).is_some() {
+        shown.push_str(" ...");
+    }
+    shown
 }
 
 /// Bytes of a tensor, or why there is no such number.
@@ -410,5 +426,173 @@ impl<'de> Visitor<'de> for Shape {
             shape.push(dimension);
         }
         Ok(shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(json: &str, data: u64) -> Result<Header> {
+        Header::parse("f.safetensors", json.as_bytes(), 8 + json.len() as u64 + data)
+    }
+
+    fn refused(json: &str, data: u64) -> (Option<String>, String) {
+        match parse(json, data) {
+            Err(Error::Format { file, tensor, reason }) => {
+                assert_eq!(file, "f.safetensors");
+                (tensor, reason)
+            }
+            other => panic!("{json}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn ranges_are_absolute_and_entries_may_come_in_any_order() {
+        let json = r#"{"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]},"__metadata__":{"k":"v"},
+            "a":{"dtype":"F16","shape":[2,1],"data_offsets":[0,4]}}"#;
+        let header = parse(json, 12).unwrap();
+        let start = json.len() as u64 + 8;
+        assert_eq!(header.header_bytes, start);
+        let found: Vec<_> = header.tensors.iter().map(|t| (&*t.name, t.range.clone())).collect();
+        assert_eq!(found, [("a", start..start + 4), ("b", start + 4..start + 12)]);
+        assert_eq!(header.metadata["k"], "v");
+        assert_eq!(header.find("a").unwrap().shape, [2, 1]);
+        assert!(header.find("c").is_none());
+    }
+
+    #[test]
+    fn empty_tensors_and_scalars_are_legal_wherever_they_stand() {
+        let json = r#"{"e":{"dtype":"F32","shape":[0,7],"data_offsets":[0,0]},"s":{"dtype":"F32","shape":[],
+            "data_offsets":[0,4]},"f":{"dtype":"I64","shape":[3,0],"data_offsets":[4,4]},
+            "e2":{"dtype":"F32","shape":[0,7],"data_offsets":[0,0]}}"#;
+        assert_eq!(parse(json, 4).unwrap().tensors.len(), 4);
+        let inside = r#"{"e":{"dtype":"F32","shape":[0],"data_offsets":[2,2]},
+            "s":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}"#;
+        assert!(refused(inside, 4).1.contains("overlap"));
+        assert!(parse("{}", 0).unwrap().tensors.is_empty());
+    }
+
+    #[test]
+    fn a_duplicate_is_called_one_and_named_whether_the_ranges_differ_or_not() {
+        for second in ["[0,4]", "[4,8]"] {
+            let json = format!(
+                r#"{{"t":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}},
+                "t":{{"dtype":"F32","shape":[1],"data_offsets":{second}}}}}"#
+            );
+            let (tensor, reason) = refused(&json, 8);
+            assert_eq!(tensor.as_deref(), Some("t"));
+            assert!(reason.contains("duplicate tensor name"), "{reason}");
+        }
+        // Written differently, it is the same name still.
+        let escaped = r#"{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},
+            "\u0074":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#;
+        assert!(refused(escaped, 2).1.contains("duplicate tensor name"));
+        let (_, reason) = refused(r#"{"__metadata__":{"a":"1","a":"2"}}"#, 0);
+        assert!(reason.contains("duplicate metadata key"), "{reason}");
+    }
+
+    #[test]
+    fn what_is_wrong_with_an_entry_is_said_with_its_name() {
+        for (entry, says) in [
+            (
+                r#"{"dtype":"F32","shape":[1],"data_offsets":[4,0]}"#,
+                "before the begin",
+            ),
+            (r#"{"dtype":"F32","shape":[2],"data_offsets":[0,4]}"#, "takes 8 bytes"),
+            (r#"{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}"#, "-4"),
+            (r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4.5]}"#, "4.5"),
+            (r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4.0]}"#, "4.0"),
+            (r#"{"dtype":"F32","shape":[1],"data_offsets":[0,"4"]}"#, "string"),
+            (r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}"#, ""),
+            (r#"{"dtype":"F32","shape":[1],"data_offsets":[0]}"#, ""),
+            (
+                r#"{"dtype":"F32","shape":[1],"data_offsets":[0,99999999999999999999]}"#,
+                "",
+            ),
+            (r#"{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}"#, "-1"),
+            (r#"{"dtype":"F32","shape":1,"data_offsets":[0,4]}"#, "dimensions"),
+            (
+                r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}"#,
+                "64-bit",
+            ),
+            (
+                r#"{"dtype":"F32","shape":[2305843009213693952],"data_offsets":[0,4]}"#,
+                "64-bit",
+            ),
+            (r#"{"dtype":"F4","shape":[1],"data_offsets":[0,1]}"#, "within a byte"),
+            (
+                r#"{"dtype":"Q4","shape":[1],"data_offsets":[0,4]}"#,
+                "unknown dtype `Q4`",
+            ),
+            (r#"{"dtype":7,"shape":[1],"data_offsets":[0,4]}"#, "string"),
+            (r#"{"shape":[1],"data_offsets":[0,4]}"#, "dtype"),
+            (r#"{"dtype":"F32","data_offsets":[0,4]}"#, "shape"),
+            (r#"{"dtype":"F32","shape":[1]}"#, "data_offsets"),
+            (
+                r#"{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}"#,
+                "twice",
+            ),
+            (r#"["F32",[1],[0,4]]"#, "object"),
+            ("null", "object"),
+        ] {
+            let (tensor, reason) = refused(&format!(r#"{{"the.one":{entry}}}"#), 4);
+            assert_eq!(tensor.as_deref(), Some("the.one"), "{entry}: {reason}");
+            assert!(reason.contains(says), "{entry}: {reason}");
+        }
+    }
+
+    #[test]
+    fn a_shape_is_not_built_beyond_the_largest_rank() {
+        let ones = |n: usize| vec!["1"; n].join(",");
+        let json = |n| format!(r#"{{"t":{{"dtype":"U8","shape":[{}],"data_offsets":[0,1]}}}}"#, ones(n));
+        assert_eq!(parse(&json(MAX_RANK), 1).unwrap().tensors[0].shape.len(), MAX_RANK);
+        assert!(refused(&json(MAX_RANK + 1), 1).1.contains("more than 64 dimensions"));
+    }
+
+    #[test]
+    fn deep_nesting_neither_overflows_the_stack_nor_passes() {
+        let deep = |open: &str, n: usize| open.repeat(n);
+        refused(&format!("{{\"t\":{}", deep("[", 1_000_000)), 4);
+        refused(&format!("{{\"t\":{}", deep("{\"a\":", 1_000_000)), 4);
+        refused(&format!("{{\"t\":{{\"unknown\":{}", deep("[", 1_000_000)), 4);
+        refused(&format!("{{\"__metadata__\":{{\"a\":{}", deep("[", 1_000_000)), 4);
+    }
+
+    #[test]
+    fn metadata_is_strings_or_null() {
+        assert!(parse(r#"{"__metadata__":null}"#, 0).unwrap().metadata.is_empty());
+        for bad in [
+            r#"{"__metadata__":{"a":1}}"#,
+            r#"{"__metadata__":[]}"#,
+            r#"{"__metadata__":"x"}"#,
+        ] {
+            assert_eq!(refused(bad, 0).0.as_deref(), Some("__metadata__"));
+        }
+    }
+
+    #[test]
+    fn unknown_fields_are_ignored_as_by_the_reference() {
+        let json = r#"{"t":{"dtype":"U8","note":{"a":[1,2]},"shape":[1],"data_offsets":[0,1]}}"#;
+        assert_eq!(parse(json, 1).unwrap().tensors.len(), 1);
+    }
+
+    #[test]
+    fn a_hostile_name_neither_floods_nor_drives_the_terminal() {
+        let json = format!(r#"{{"\u001b[2J{}":{{}}}}"#, "x".repeat(100_000));
+        let (tensor, reason) = refused(&json, 0);
+        let tensor = tensor.unwrap();
+        assert!(
+            tensor.len() < 400 && !tensor.contains('\u{1b}') && tensor.ends_with("..."),
+            "{tensor}"
+        );
+        let json = format!(r#"{{"t":{{"dtype":"{}"}}}}"#, "x".repeat(100_000));
+        assert!(refused(&json, 0).1.len() < 1200 && reason.len() < 1200);
+    }
+
+    #[test]
+    fn the_fingerprint_follows_the_header_text() {
+        let [a, b, c] = ["{}", "{} ", "{}"].map(|json| parse(json, 0).unwrap().fingerprint);
+        assert!(a == c && a != b);
     }
 }

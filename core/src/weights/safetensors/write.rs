@@ -195,3 +195,97 @@ fn header_text(
     }
     Ok((text, end))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::dtype::DType;
+    use crate::weights::safetensors::Header;
+    use safetensors::tensor::{Dtype, TensorView};
+    use std::collections::HashMap;
+
+    #[test]
+    fn files_are_the_reference_librarys_byte_for_byte() {
+        let data: Vec<u8> = (0..=255).collect();
+        let list: Vec<(&str, FileDType, Dtype, Vec<u64>, usize)> = vec![
+            ("b", DType::F32.into(), Dtype::F32, vec![2, 3], 24),
+            ("a", DType::F32.into(), Dtype::F32, vec![], 4),
+            ("z\"quote\u{1f980}", DType::I64.into(), Dtype::I64, vec![1], 8),
+            ("h", DType::BF16.into(), Dtype::BF16, vec![3], 6),
+            ("i", DType::F16.into(), Dtype::F16, vec![1], 2),
+            ("w", DType::I32.into(), Dtype::I32, vec![1, 1], 4),
+            ("u", DType::U8.into(), Dtype::U8, vec![5], 5),
+            ("none", DType::F32.into(), Dtype::F32, vec![0, 9], 0),
+            ("q", FileDType::Other("F8_E4M3"), Dtype::F8_E4M3, vec![3], 3),
+        ];
+        let ours: Vec<(TensorSpec, &[u8])> = list
+            .iter()
+            .map(|(name, dtype, _, shape, n)| (TensorSpec::new(*name, *dtype, shape.clone()), &data[..*n]))
+            .collect();
+        let metadata = BTreeMap::from([("format".to_owned(), "pt\n".to_owned())]);
+        let file = write(Vec::new(), "f", &ours, &metadata).unwrap();
+        let theirs: Vec<(&str, TensorView)> = list
+            .iter()
+            .map(|(name, _, dtype, shape, n)| {
+                let shape = shape.iter().map(|d| *d as usize).collect();
+                (*name, TensorView::new(*dtype, shape, &data[..*n]).unwrap())
+            })
+            .collect();
+        let reference = safetensors::serialize(theirs, Some(HashMap::from_iter(metadata.clone()))).unwrap();
+        assert_eq!(file, reference);
+
+        let text = &file[8..8 + u64::from_le_bytes(*file.first_chunk().unwrap()) as usize];
+        let header = Header::parse("f", text, file.len() as u64).unwrap();
+        assert_eq!(header.metadata, metadata);
+        assert_eq!(header.tensors.len(), list.len());
+        assert_eq!(header.find("b").unwrap().shape, [2, 3]);
+    }
+
+    #[test]
+    fn data_may_come_in_parts_of_any_size_but_not_too_much_nor_too_little() {
+        let specs = [
+            TensorSpec::new("a", DType::U8, [3]),
+            TensorSpec::new("b", DType::F32, [1]),
+        ];
+        let mut writer = Writer::new(Vec::new(), "f", &specs, &BTreeMap::new()).unwrap();
+        assert_eq!(writer.order(), [1, 0]);
+        writer.data(&[1, 2, 3]).unwrap();
+        writer.data(&[4, 5, 6]).unwrap();
+        assert!(matches!(writer.data(&[7, 8]), Err(Error::Invalid { .. })));
+        writer.data(&[7]).unwrap();
+        assert!(writer.finish().unwrap().ends_with(&[1, 2, 3, 4, 5, 6, 7]));
+        let writer = Writer::new(Vec::new(), "f", &specs, &BTreeMap::new()).unwrap();
+        assert!(matches!(writer.finish(), Err(Error::Invalid { .. })));
+    }
+
+    #[test]
+    fn what_could_not_be_read_back_is_not_written() {
+        let tensor = |name: &str, shape: &[u64]| TensorSpec::new(name, DType::F32, shape);
+        for bad in [
+            vec![tensor("a", &[1]), tensor("a", &[2])],
+            vec![tensor("__metadata__", &[1])],
+            vec![tensor("a", &[u64::MAX, 2])],
+            (0..17).map(|i| tensor(&i.to_string(), &[1 << 58])).collect(),
+        ] {
+            let written = Writer::new(std::io::sink(), "f", &bad, &BTreeMap::new());
+            assert!(matches!(written, Err(Error::Format { .. })), "{bad:?}");
+        }
+        let short = write(Vec::new(), "f", &[(tensor("a", &[2]), &[0; 4][..])], &BTreeMap::new());
+        assert!(matches!(short, Err(Error::Format { tensor: Some(t), .. }) if t == "a"));
+    }
+
+    #[test]
+    fn a_full_disk_is_an_io_error() {
+        struct Full;
+        impl io::Write for Full {
+            fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+                Err(io::ErrorKind::StorageFull.into())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let error = write(Full, "f", &[], &BTreeMap::new()).err().unwrap();
+        assert_eq!(error.code(), "io");
+    }
+}
