@@ -1,0 +1,653 @@
+//! From programs and a budget to verified plans.
+//!
+//! ```text
+//! programs ─► steps (kernels, live nodes only) ─► slots ─► residency within the budget ─► plans ─► verify
+//! ```
+//!
+//! Everything here is pure. Acceptance is monotone: the floor is the sum of one defined slot table, a budget is
+//! refused if and only if it is below that number, and above it the planner only adds.
+
+mod budget;
+mod plan;
+mod residency;
+mod slots;
+mod steps;
+mod verify;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+pub use budget::Budget;
+pub use plan::{
+    Action, Binding, Breakdown, Category, Content, Kernel, Place, Plan, Port, Ring, SegmentLayout, Slot, SlotId,
+    SlotTable,
+};
+pub use verify::verify;
+
+use crate::caps::{ALIGN, Caps};
+use crate::error::{Bytes, Error, Result};
+use crate::event::Pass;
+use crate::graph::{Program, Tensor};
+use crate::weights::Catalog;
+use residency::{Home, Need, Residence, WeightSlot};
+use steps::{Step, StepKind};
+
+/// The readback ring at the floor.
+const FLOOR_READBACK: Ring = Ring { chunk: 4 << 10, chunks: 1 };
+/// Largest chunk of a ring.
+const MAX_CHUNK: u64 = 16 << 20;
+/// Most chunks of a ring.
+const MAX_CHUNKS: u32 = 3;
+
+/// How programs are lowered.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// The set runs one plan once: nothing is resident before or after it.
+    pub once: bool,
+    /// `keep_free: 0`: weight slots are made before each load and really destroyed after each eviction.
+    pub keep_free_0: bool,
+}
+
+/// Plans compiled together over one slot table.
+#[derive(Clone, Debug)]
+pub struct PlanSet {
+    /// The plans, one a program, in the order given.
+    pub plans: Vec<Plan>,
+    /// From nothing to home: runs when a session begins, and after a step that failed.
+    pub to_home: Plan,
+    /// All device memory.
+    pub table: SlotTable,
+    /// The segments, with their layout.
+    pub segments: Vec<SegmentLayout>,
+    /// Content of the uniform buffer.
+    pub uniforms: Vec<u8>,
+    /// Content of weight slots at home: (slot, segment).
+    pub home: Vec<(SlotId, u32)>,
+    /// Planned peak by category: the sum of the table (with `keep_free: 0`, its greatest value).
+    pub planned: Breakdown,
+    /// The bytes that may be used.
+    pub budget: u64,
+    /// The least budget that can be kept.
+    pub floor: u64,
+    /// What sets the floor.
+    pub floor_set_by: String,
+    /// The bytes with everything resident.
+    pub all: u64,
+    /// Weight bytes touched.
+    pub weight_bytes: u64,
+    /// Weight bytes held by resident segments.
+    pub resident_bytes: u64,
+    /// The options it was compiled with.
+    pub options: Options,
+}
+
+impl PlanSet {
+    /// Planned peak in bytes.
+    pub fn planned_peak(&self) -> u64 {
+        self.planned.total()
+    }
+
+    /// Weight bytes that one run of a plan copies to the device.
+    pub fn streamed_bytes(&self, plan: usize) -> u64 {
+        let loads = self.plans.get(plan).map(|p| p.actions.as_slice()).unwrap_or_default();
+        loads
+            .iter()
+            .map(|a| match a {
+                Action::Load { segment, .. } => self.segments[*segment as usize].bytes,
+                _ => 0,
+            })
+            .sum()
+    }
+}
+
+/// Compiles programs for a budget. Pure: no GPU, no weight byte is read. Refuses a budget below the floor.
+pub fn compile(programs: &[Program], catalog: &Catalog, caps: &Caps, budget: Budget) -> Result<PlanSet> {
+    compile_with(programs, catalog, caps, budget, Options::default())
+}
+
+/// As [`compile`], with options.
+pub fn compile_with(
+    programs: &[Program],
+    catalog: &Catalog,
+    caps: &Caps,
+    budget: Budget,
+    options: Options,
+) -> Result<PlanSet> {
+    if programs.is_empty() {
+        return Err(Error::Invalid { what: "programs".into(), reason: "there are none to compile".into() });
+    }
+    let mut lowering = Lowering::new(programs, catalog, caps)?;
+    let shape = lowering.weights_shape();
+    let base = lowering.base_bytes(shape.floor_ring());
+    let floor = base + shape.floor_slots();
+    let (mut upload, mut readback, mut room) = (shape.floor_ring(), FLOOR_READBACK, u64::MAX);
+    grow(&mut upload, &mut room, shape.largest().iter().sum());
+    grow(&mut readback, &mut room, lowering.largest_output());
+    let all = base + shape.all_slots() + (u64::MAX - room);
+    let set_by = lowering.floor_set_by(&shape);
+    let bytes = budget.resolve(floor, base, shape.touched, all);
+    if bytes < floor {
+        return Err(Error::BudgetBelowFloor { asked: Bytes(bytes), floor: Bytes(floor), set_by });
+    }
+    let residence = shape.reside(bytes - base);
+    let set = lowering.finish(&shape, residence, Limits { budget: bytes, floor, all, base, set_by }, options)?;
+    for (i, plan) in set.plans.iter().chain([&set.to_home]).enumerate() {
+        let home_at_entry = i < set.plans.len();
+        verify(plan, &set, caps, home_at_entry)?;
+    }
+    Ok(set)
+}
+
+struct Limits {
+    budget: u64,
+    floor: u64,
+    all: u64,
+    base: u64,
+    set_by: String,
+}
+
+/// What the weights ask of the slot table.
+struct WeightsShape {
+    /// Per automatic segment, in order of first use: (segment, buffers, uses).
+    automatic: Vec<(u32, Vec<u64>, usize)>,
+    /// Buffers of every segment.
+    layouts: Vec<Vec<u64>>,
+    /// Segments used by hand.
+    by_hand: BTreeSet<u32>,
+    /// Most segments that one step reads.
+    at_once: u32,
+    /// Weight bytes touched.
+    touched: u64,
+    /// Per program, per step.
+    needs: Vec<Vec<Need>>,
+}
+
+/// Elementwise largest: the buffers of a slot that each of these segments fits in.
+fn envelope<'a>(layouts: impl Iterator<Item = &'a Vec<u64>>) -> Vec<u64> {
+    let mut out: Vec<u64> = Vec::new();
+    for layout in layouts {
+        out.resize(out.len().max(layout.len()), 0);
+        for (o, b) in out.iter_mut().zip(layout) {
+            *o = (*o).max(*b);
+        }
+    }
+    out
+}
+
+impl WeightsShape {
+    fn largest(&self) -> Vec<u64> {
+        envelope(self.used().map(|s| &self.layouts[s as usize]))
+    }
+
+    fn used(&self) -> impl Iterator<Item = u32> + '_ {
+        self.automatic.iter().map(|(s, ..)| *s).chain(self.by_hand.iter().copied())
+    }
+
+    fn floor_slots(&self) -> u64 {
+        u64::from(self.at_once) * self.largest().iter().sum::<u64>()
+    }
+
+    /// With everything resident: each automatic segment in a slot of its own, and the by-hand ones' slots.
+    fn all_slots(&self) -> u64 {
+        let own: u64 = self.automatic.iter().flat_map(|(_, b, _)| b).sum();
+        let by_hand: u64 = envelope(self.by_hand.iter().map(|s| &self.layouts[*s as usize])).iter().sum();
+        (own + by_hand).max(self.floor_slots())
+    }
+
+    /// Chunk of the upload ring at the floor: a 64th of the largest segment, in whole 4 KiB.
+    fn floor_ring(&self) -> Ring {
+        let largest: u64 = self.largest().iter().sum();
+        Ring { chunk: (largest / 64).next_multiple_of(4 << 10).clamp(4 << 10, MAX_CHUNK), chunks: 1 }
+    }
+
+    /// The best residence within so many bytes of weight slots, which are at least the floor's.
+    fn reside(&self, bytes: u64) -> Residence {
+        let all: BTreeSet<u32> = self.automatic.iter().map(|(s, ..)| *s).collect();
+        let by_hand = u32::from(!self.by_hand.is_empty());
+        if bytes >= self.all_slots() {
+            let streaming = if self.by_hand.is_empty() { 0 } else { self.at_once.max(by_hand) };
+            let residence = Residence { pinned: all, streaming };
+            if self.slot_bytes(&residence) <= bytes {
+                return residence;
+            }
+        }
+        // A slot to load ahead into, where more than one segment streams; then pins: those used most often first.
+        let mut residence = Residence { pinned: BTreeSet::new(), streaming: self.at_once };
+        let ahead = Residence { streaming: self.at_once + 1, ..residence.clone() };
+        if self.automatic.len() > self.at_once as usize && self.slot_bytes(&ahead) <= bytes {
+            residence = ahead;
+        }
+        let mut order: Vec<&(u32, Vec<u64>, usize)> = self.automatic.iter().collect();
+        order.sort_by_key(|(_, _, uses)| std::cmp::Reverse(*uses));
+        for (segment, ..) in order {
+            if self.automatic.len() <= residence.pinned.len() + residence.streaming as usize {
+                break;
+            }
+            residence.pinned.insert(*segment);
+            if self.slot_bytes(&residence) > bytes {
+                residence.pinned.remove(segment);
+            }
+        }
+        residence
+    }
+
+    fn streaming_buffers(&self, residence: &Residence) -> Vec<u64> {
+        envelope(self.used().filter(|s| !residence.pinned.contains(s)).map(|s| &self.layouts[s as usize]))
+    }
+
+    fn slot_bytes(&self, residence: &Residence) -> u64 {
+        let pinned: u64 = residence.pinned.iter().flat_map(|s| &self.layouts[*s as usize]).sum();
+        pinned + u64::from(residence.streaming) * self.streaming_buffers(residence).iter().sum::<u64>()
+    }
+}
+
+/// The state of compiling: steps and slots that do not depend on the budget.
+struct Lowering<'a> {
+    programs: &'a [Program],
+    steps: Vec<Vec<Step>>,
+    segments: Vec<SegmentLayout>,
+    /// Where each value lies: (program, value) → slot.
+    values: HashMap<(u32, Tensor), SlotId>,
+    slots: Vec<Slot>,
+    uniforms: Vec<u8>,
+    /// Offset of each distinct parameter block.
+    params: HashMap<Vec<u8>, u32>,
+    max_binding: u64,
+    max_groups: u32,
+}
+
+impl<'a> Lowering<'a> {
+    fn new(programs: &'a [Program], catalog: &Catalog, caps: &Caps) -> Result<Lowering<'a>> {
+        let mut segments: Vec<SegmentLayout> = Vec::new();
+        let mut index: HashMap<u32, u32> = HashMap::new();
+        for program in programs {
+            for node in program.graph.nodes() {
+                if let crate::graph::Op::Weight { segment, .. } = &node.op
+                    && !index.contains_key(&segment.0)
+                    && let Some(s) = program.graph.segment(*segment)
+                {
+                    index.insert(segment.0, segments.len() as u32);
+                    segments.push(SegmentLayout::new(s, catalog)?);
+                }
+            }
+        }
+        let dense = |id: crate::weights::SegmentId| index.get(&id.0).copied().unwrap_or(u32::MAX);
+        let steps: Vec<Vec<Step>> =
+            programs.iter().map(|p| steps::steps(p, &dense, caps)).collect::<Result<_>>()?;
+
+        let mut lowering = Lowering {
+            programs,
+            steps,
+            segments,
+            values: HashMap::new(),
+            slots: Vec::new(),
+            uniforms: Vec::new(),
+            params: HashMap::new(),
+            max_binding: caps.max_binding,
+            max_groups: caps.max_groups,
+        };
+        lowering.place_values(caps)?;
+        lowering.place_params();
+        Ok(lowering)
+    }
+
+    fn place_values(&mut self, caps: &Caps) -> Result<()> {
+        let mut spans: BTreeMap<(u32, Tensor), (u32, u32)> = BTreeMap::new();
+        for (p, steps) in self.steps.iter().enumerate() {
+            for (t, step) in steps.iter().enumerate() {
+                for v in step.values() {
+                    let span = spans.entry((p as u32, v)).or_insert((t as u32, t as u32));
+                    span.1 = t as u32;
+                }
+            }
+        }
+        let mut intervals = Vec::with_capacity(spans.len());
+        for ((program, value), (first, last)) in &spans {
+            let bytes = self.programs[*program as usize].graph.node(*value).shape.elements() * 4;
+            if bytes > self.max_binding.min(caps.max_buffer) {
+                return Err(Error::Limit {
+                    what: format!("a value of shape {}", self.programs[*program as usize].graph.node(*value).shape),
+                    need: bytes,
+                    have: self.max_binding.min(caps.max_buffer),
+                });
+            }
+            intervals.push(slots::Interval { program: *program, first: *first, last: *last, bytes });
+        }
+        let (place, sizes) = slots::assign(&intervals);
+        for (key, slot) in spans.keys().zip(place) {
+            self.values.insert(*key, SlotId(slot));
+        }
+        self.slots = sizes
+            .into_iter()
+            .map(|bytes| Slot { category: Category::Activations, buffers: vec![bytes], dynamic: false })
+            .collect();
+        Ok(())
+    }
+
+    fn place_params(&mut self) {
+        for call in self.steps.iter().flatten().filter_map(|s| match &s.kind {
+            StepKind::Call(call) => Some(call),
+            _ => None,
+        }) {
+            if !self.params.contains_key(&call.params) {
+                let at = (self.uniforms.len() as u64).next_multiple_of(ALIGN) as usize;
+                self.uniforms.resize(at, 0);
+                self.uniforms.extend(&call.params);
+                self.params.insert(call.params.clone(), at as u32);
+            }
+        }
+    }
+
+    /// Bytes of everything but weight slots.
+    fn base_bytes(&self, upload: Ring) -> u64 {
+        let slots: u64 = self.slots.iter().map(Slot::bytes).sum();
+        slots + upload.bytes() + FLOOR_READBACK.bytes() + self.uniforms.len() as u64
+    }
+
+    fn weights_shape(&self) -> WeightsShape {
+        let needs: Vec<Vec<Need>> = self.steps.iter().map(|s| s.iter().map(Step::need).collect()).collect();
+        let mut automatic: Vec<(u32, Vec<u64>, usize)> = Vec::new();
+        let (mut by_hand, mut at_once, mut touched) = (BTreeSet::new(), 0, BTreeMap::new());
+        for need in needs.iter().flatten() {
+            let count = need.automatic.len() + usize::from(need.by_hand.is_some());
+            at_once = at_once.max(count as u32);
+            for s in &need.automatic {
+                match automatic.iter_mut().find(|(other, ..)| other == s) {
+                    Some(entry) => entry.2 += 1,
+                    None => automatic.push((*s, self.segments[*s as usize].buffers.clone(), 1)),
+                }
+            }
+            by_hand.extend(need.by_hand.map(|(s, _)| s));
+            for s in need.automatic.iter().chain(need.by_hand.iter().map(|(s, _)| s)) {
+                for place in &self.segments[*s as usize].places {
+                    touched.insert((place.weight.0, place.piece), place.bytes);
+                }
+            }
+        }
+        WeightsShape {
+            automatic,
+            layouts: self.segments.iter().map(|s| s.buffers.clone()).collect(),
+            by_hand,
+            at_once,
+            touched: touched.values().sum(),
+            needs,
+        }
+    }
+
+    fn floor_set_by(&self, shape: &WeightsShape) -> String {
+        let largest = shape.used().max_by_key(|s| self.segments[*s as usize].device_bytes());
+        let weights = largest.map(|s| &self.segments[s as usize]);
+        let activations: u64 = self.slots.iter().map(Slot::bytes).sum();
+        match weights {
+            Some(s) if s.device_bytes() >= activations => {
+                format!("segment `{}` of {} (the largest)", s.name, Bytes(s.device_bytes()))
+            }
+            Some(s) => format!("activations of {} and segment `{}` of {}", Bytes(activations), s.name, Bytes(s.device_bytes())),
+            None => format!("activations of {}", Bytes(activations)),
+        }
+    }
+
+    fn finish(
+        &mut self,
+        shape: &WeightsShape,
+        residence: Residence,
+        limits: Limits,
+        options: Options,
+    ) -> Result<PlanSet> {
+        let mut slots = std::mem::take(&mut self.slots);
+        let mut weight_slots: BTreeMap<WeightSlot, SlotId> = BTreeMap::new();
+        let mut dynamic: BTreeMap<(WeightSlot, u32), SlotId> = BTreeMap::new();
+        let streaming = shape.streaming_buffers(&residence);
+        let mut add = |buffers: Vec<u64>, dynamic: bool| {
+            slots.push(Slot { category: Category::Weights, buffers, dynamic });
+            SlotId(slots.len() as u32 - 1)
+        };
+        if options.keep_free_0 {
+            for s in shape.used() {
+                let slot_of = |w| ((w, s), shape.layouts[s as usize].clone());
+                let places: Vec<_> = if residence.pinned.contains(&s) {
+                    vec![slot_of(WeightSlot::Pinned(s))]
+                } else {
+                    (0..residence.streaming).map(|k| slot_of(WeightSlot::Streaming(k))).collect()
+                };
+                for (key, buffers) in places {
+                    dynamic.insert(key, add(buffers, true));
+                }
+            }
+        } else {
+            for s in &residence.pinned {
+                weight_slots.insert(WeightSlot::Pinned(*s), add(shape.layouts[*s as usize].clone(), false));
+            }
+            for k in 0..residence.streaming {
+                weight_slots.insert(WeightSlot::Streaming(k), add(streaming.clone(), false));
+            }
+        }
+        let locate = |slot: WeightSlot, segment: u32| -> SlotId {
+            weight_slots.get(&slot).or_else(|| dynamic.get(&(slot, segment))).copied().unwrap_or(SlotId(u32::MAX))
+        };
+
+        let keeps = !options.once && !options.keep_free_0;
+        let home: Option<Home> = keeps.then(|| residency::home(&shape.needs[0], &residence));
+        let mut plans = Vec::new();
+        for (p, program) in self.programs.iter().enumerate() {
+            let schedule = residency::schedule(&shape.needs[p], &residence, home.as_ref());
+            plans.push(self.plan(p as u32, program, &schedule, &locate, options)?);
+        }
+        let mut at_home: Vec<(SlotId, u32)> = Vec::new();
+        if let Some(home) = &home {
+            at_home.extend(residence.pinned.iter().map(|s| (locate(WeightSlot::Pinned(*s), *s), *s)));
+            at_home.extend(
+                home.iter().enumerate().filter_map(|(k, s)| s.map(|s| (locate(WeightSlot::Streaming(k as u32), s), s))),
+            );
+        }
+        let to_home = to_home(&at_home);
+
+        // What is left of the budget goes to larger rings.
+        let mut upload = shape.floor_ring();
+        let mut readback = FLOOR_READBACK;
+        let mut spare = limits.budget.saturating_sub(limits.base + shape.slot_bytes(&residence));
+        grow(&mut upload, &mut spare, shape.largest().iter().sum());
+        grow(&mut readback, &mut spare, self.largest_output());
+
+        let table = SlotTable { slots, upload, readback, uniforms: self.uniforms.len() as u64 };
+        let mut planned = Breakdown::default();
+        for slot in table.slots.iter().filter(|s| !s.dynamic) {
+            planned.add(slot.category, slot.bytes());
+        }
+        let peak_of_dynamic = plans.iter().map(|p| dynamic_peak(p, &table)).max().unwrap_or(0);
+        planned.add(Category::Weights, peak_of_dynamic);
+        planned.add(Category::Upload, upload.bytes());
+        planned.add(Category::Readback, readback.bytes());
+        planned.add(Category::Uniforms, table.uniforms);
+        let resident = |s: &u32| self.segments[*s as usize].bytes;
+        Ok(PlanSet {
+            plans,
+            to_home,
+            table,
+            uniforms: std::mem::take(&mut self.uniforms),
+            resident_bytes: residence.pinned.iter().map(resident).sum(),
+            home: at_home,
+            planned,
+            budget: limits.budget,
+            floor: limits.floor,
+            floor_set_by: limits.set_by,
+            all: limits.all,
+            weight_bytes: shape.touched,
+            segments: std::mem::take(&mut self.segments),
+            options,
+        })
+    }
+
+    fn largest_output(&self) -> u64 {
+        let bytes = |p: &Program| p.outputs.iter().map(|(_, t)| p.graph.node(*t).shape.elements() * 4).max().unwrap_or(0);
+        self.programs.iter().map(bytes).max().unwrap_or(0)
+    }
+
+    /// A program's steps with its loads and evictions between them, as actions.
+    fn plan(
+        &self,
+        p: u32,
+        program: &Program,
+        schedule: &residency::Schedule,
+        locate: &dyn Fn(WeightSlot, u32) -> SlotId,
+        options: Options,
+    ) -> Result<Plan> {
+        let steps = &self.steps[p as usize];
+        let value = |t: Tensor, write: bool| Binding {
+            content: Content::Value(t),
+            slot: self.values.get(&(p, t)).copied().unwrap_or(SlotId(u32::MAX)),
+            buffer: 0,
+            offset: 0,
+            size: program.graph.node(t).shape.elements() * 4,
+            write,
+        };
+        let mut actions = Vec::with_capacity(steps.len() * 2);
+        // Index of each step's own action, and the loads that wait to learn it.
+        let mut at_step = vec![0u32; steps.len() + 1];
+        let mut waiting: Vec<(usize, usize)> = Vec::new();
+        let (mut evicts, mut loads): (Vec<_>, Vec<_>) = (schedule.evicts.iter().collect(), schedule.loads.iter().collect());
+        evicts.sort_by_key(|e| e.at);
+        loads.sort_by_key(|l| (l.from, l.by));
+        let (mut evicts, mut loads) = (evicts.into_iter().peekable(), loads.into_iter().peekable());
+        for t in 0..=steps.len() {
+            while let Some(e) = evicts.next_if(|e| e.at == t) {
+                let slot = locate(e.slot, e.segment);
+                actions.push(Action::Evict { segment: e.segment, slot, pass: e.pass });
+                if options.keep_free_0 {
+                    actions.push(Action::Free { slot });
+                }
+            }
+            while let Some(l) = loads.next_if(|l| l.from == t) {
+                let slot = locate(l.slot, l.segment);
+                if options.keep_free_0 {
+                    actions.push(Action::Alloc { slot });
+                }
+                waiting.push((actions.len(), l.by));
+                actions.push(Action::Load { segment: l.segment, slot, by: 0, pass: l.pass });
+            }
+            at_step[t] = actions.len() as u32;
+            let Some(step) = steps.get(t) else { break };
+            actions.push(match &step.kind {
+                StepKind::Upload { input, value: v } => Action::Upload { input: *input, to: value(*v, true) },
+                StepKind::Download { output, value: v } => Action::Download { output: *output, from: value(*v, false) },
+                StepKind::Hook { name, when, value: v } => {
+                    Action::Hook { name: name.clone(), when: *when, pass: step.pass, value: v.map(|v| value(v, false)) }
+                }
+                StepKind::Call(call) => {
+                    let mut bindings = Vec::with_capacity(call.bindings.len());
+                    for (content, write) in &call.bindings {
+                        bindings.push(match content {
+                            Content::Value(v) => value(*v, *write),
+                            Content::Weight { segment, weight, piece } => {
+                                let found = schedule.found[t].iter().find(|(s, _)| s == segment);
+                                let place = self.segments[*segment as usize].place(*weight, *piece);
+                                match (found, place) {
+                                    (Some((_, slot)), Some(place)) => Binding {
+                                        content: *content,
+                                        slot: locate(*slot, *segment),
+                                        buffer: place.buffer,
+                                        offset: place.offset,
+                                        size: place.bytes.next_multiple_of(4),
+                                        write: false,
+                                    },
+                                    _ => {
+                                        return Err(Error::Plan {
+                                            action: actions.len(),
+                                            reason: format!("segment #{segment} has no place in step {t}"),
+                                        });
+                                    }
+                                }
+                            }
+                        });
+                    }
+                    let max = u64::from(self.max_groups);
+                    let x = call.groups.min(max);
+                    let y = call.groups.div_ceil(max.max(1));
+                    Action::Dispatch {
+                        kernel: call.kernel,
+                        bindings: bindings.into(),
+                        params: self.params.get(&call.params).copied().unwrap_or(0),
+                        grid: [x as u32, y as u32],
+                        work: call.work,
+                    }
+                }
+            });
+        }
+        for (load, step) in waiting {
+            if let Action::Load { by, .. } = &mut actions[load] {
+                *by = at_step[step];
+            }
+        }
+        let fills = fill_order(&actions);
+        let port = |(name, t): (&Arc<str>, Tensor)| {
+            let shape = program.graph.node(t).shape;
+            Port { name: name.clone(), bytes: shape.elements() * 4, shape }
+        };
+        let inputs = program.graph.nodes().iter().enumerate().filter_map(|(i, n)| match &n.op {
+            crate::graph::Op::Input { name } => Some(port((name, Tensor(i as u32)))),
+            _ => None,
+        });
+        Ok(Plan {
+            name: program.name.clone(),
+            actions,
+            inputs: inputs.collect(),
+            outputs: program.outputs.iter().map(|(name, t)| port((name, *t))).collect(),
+            fills,
+        })
+    }
+}
+
+/// The order in which bytes go through the upload ring: by the action that needs them. A load whose window is not
+/// yet open only holds ring chunks; whatever an earlier action needs stands before it, so the ring never locks up.
+fn fill_order(actions: &[Action]) -> Vec<u32> {
+    let mut order: Vec<(u32, u32)> = actions
+        .iter()
+        .enumerate()
+        .filter_map(|(i, a)| match a {
+            Action::Load { by, .. } => Some((*by, i as u32)),
+            Action::Upload { .. } => Some((i as u32, i as u32)),
+            _ => None,
+        })
+        .collect();
+    order.sort_unstable();
+    order.into_iter().map(|(_, i)| i).collect()
+}
+
+/// Loads everything that is resident at home.
+fn to_home(home: &[(SlotId, u32)]) -> Plan {
+    let by = home.len() as u32;
+    let load = |(slot, segment): &(SlotId, u32)| Action::Load { segment: *segment, slot: *slot, by, pass: Pass::Forward };
+    let actions: Vec<Action> = home.iter().map(load).collect();
+    Plan { name: "to home".into(), fills: fill_order(&actions), actions, inputs: vec![], outputs: vec![] }
+}
+
+/// Grows a ring within `spare` bytes: up to three chunks, each up to 16 MiB but no larger than `useful`.
+fn grow(ring: &mut Ring, spare: &mut u64, useful: u64) {
+    let mut chunk = useful.next_multiple_of(4 << 10).clamp(ring.chunk, MAX_CHUNK.max(ring.chunk));
+    loop {
+        let larger = Ring { chunk, chunks: MAX_CHUNKS };
+        if larger.bytes() - ring.bytes() <= *spare {
+            *spare -= larger.bytes() - ring.bytes();
+            *ring = larger;
+            return;
+        }
+        if chunk == ring.chunk {
+            return;
+        }
+        chunk = (chunk / 2).next_multiple_of(4 << 10).max(ring.chunk);
+    }
+}
+
+/// The greatest sum of dynamic slots that are alive at once.
+fn dynamic_peak(plan: &Plan, table: &SlotTable) -> u64 {
+    let (mut live, mut peak) = (0, 0);
+    for action in &plan.actions {
+        match action {
+            Action::Alloc { slot } => live += table.slots[slot.index()].bytes(),
+            Action::Free { slot } => live -= table.slots[slot.index()].bytes(),
+            _ => {}
+        }
+        peak = peak.max(live);
+    }
+    peak
+}

@@ -1,0 +1,456 @@
+//! What to compute: pure data that knows neither memory nor GPU.
+//!
+//! Nodes stand in the order in which they run. A node gives one value, named by [`Tensor`]; its operands come
+//! before it, so there are no cycles to check. Building is checked: a shape that does not fit is an error where
+//! the node is made, never later.
+
+mod autodiff;
+mod op;
+mod shape;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+pub use op::{Binary, Fold, Node, Op, Unary, WeightPart};
+pub use shape::{MAX_RANK, Shape, View};
+
+use crate::error::{Error, Result};
+use crate::event::Pass;
+use crate::weights::{DType, Segment};
+
+/// A value in a graph. Cheap to copy; meaningless in another graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Tensor(pub(crate) u32);
+
+impl Tensor {
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// The moment at which a hook is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum HookWhen {
+    /// All earlier actions are submitted, no later one (loads apart) is recorded.
+    Submitted,
+    /// All earlier actions are seen done.
+    Done,
+    /// As `Done`, and the hook receives the tensor's bytes.
+    Value,
+}
+
+/// A by-hand visit: the segment is loaded before the visit's first use and evicted after its last.
+#[derive(Clone, Debug)]
+pub(crate) struct Visit {
+    pub segment: Segment,
+    /// The visit this one mirrors, for visits of the backward pass.
+    pub mirrors: Option<u32>,
+}
+
+/// A computation being built.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    nodes: Vec<Node>,
+    segments: HashMap<u32, Segment>,
+    visits: Vec<Visit>,
+    open_visit: Option<u32>,
+    weights: HashMap<(u32, Arc<str>), Tensor>,
+    dtypes: HashMap<u32, DType>,
+    in_backward: bool,
+}
+
+/// The weights of a segment inside [`Graph::with`], by name.
+pub struct Weights {
+    names: Vec<(Arc<str>, Tensor)>,
+    segment: Arc<str>,
+}
+
+impl Weights {
+    /// The weight of that name.
+    pub fn get(&self, name: &str) -> Result<Tensor> {
+        self.names.iter().find(|(n, _)| &**n == name).map(|(_, t)| *t).ok_or_else(|| Error::NotFound {
+            what: "weight",
+            name: name.to_string(),
+            hint: Some(format!(
+                "segment `{}` has {}",
+                self.segment,
+                self.names.iter().map(|(n, _)| format!("`{n}`")).collect::<Vec<_>>().join(", ")
+            )),
+        })
+    }
+}
+
+/// A graph with its outputs, ready to be compiled.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// Its name, for people.
+    pub name: Arc<str>,
+    pub(crate) graph: Graph,
+    pub(crate) outputs: Vec<(Arc<str>, Tensor)>,
+}
+
+impl Program {
+    /// The graph.
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+
+    /// Names and values of the outputs, in order.
+    pub fn outputs(&self) -> &[(Arc<str>, Tensor)] {
+        &self.outputs
+    }
+
+    /// Gives the program a name.
+    pub fn named(mut self, name: &str) -> Program {
+        self.name = name.into();
+        self
+    }
+}
+
+impl Graph {
+    /// An empty graph.
+    pub fn new() -> Graph {
+        Graph::default()
+    }
+
+    /// A value given by the caller at each run: f32, dense, row-major, of this shape.
+    pub fn input(&mut self, name: &str, shape: impl AsRef<[u64]>) -> Result<Tensor> {
+        if self.nodes.iter().any(|n| matches!(&n.op, Op::Input { name: other } if &**other == name)) {
+            return Err(Error::Invalid { what: format!("input `{name}`"), reason: "the name is taken".into() });
+        }
+        let shape = Shape::new(shape.as_ref())?;
+        Ok(self.push(Op::Input { name: name.into() }, vec![], shape))
+    }
+
+    /// A frozen weight of a segment, as stored. All its row pieces in the segment make one tensor. The engine
+    /// decides when its segment is loaded; see [`Graph::with`] to decide by hand.
+    pub fn weight(&mut self, segment: &Segment, name: &str) -> Result<Tensor> {
+        let key = (self.open_visit.map_or(u32::MAX, |v| v), Arc::<str>::from(format!("{}\0{name}", segment.id.0)));
+        if let Some(tensor) = self.weights.get(&key) {
+            return Ok(*tensor);
+        }
+        let entries: Vec<_> = segment.entries.iter().filter(|e| &*e.name == name).collect();
+        let Some(first) = entries.first() else {
+            return Err(Error::NotFound {
+                what: "weight",
+                name: name.into(),
+                hint: Some(format!("segment `{}` does not hold it", segment.name)),
+            });
+        };
+        let (dtype, mut dims) = (first.dtype, first.shape.clone());
+        let mut rows = 0;
+        let mut parts = Vec::with_capacity(entries.len());
+        for entry in &entries {
+            if entry.dtype != dtype || entry.shape.get(1..) != dims.get(1..) {
+                return Err(Error::Shape { op: "weight", reason: format!("the pieces of `{name}` do not fit") });
+            }
+            let n = entry.shape.first().copied().unwrap_or(1);
+            parts.push(WeightPart { weight: entry.weight, piece: entry.piece, first_row: rows, rows: n });
+            rows += n;
+        }
+        if let Some(d) = dims.first_mut() {
+            *d = rows;
+        }
+        let shape = Shape::new(&dims)?;
+        self.segments.insert(segment.id.0, segment.clone());
+        let tensor = self.push(Op::Weight { parts: parts.into(), segment: segment.id }, vec![], shape);
+        self.dtypes.insert(tensor.0, dtype);
+        self.weights.insert(key, tensor);
+        Ok(tensor)
+    }
+
+    /// Streams a segment by hand: it is loaded just before the first node built here that reads it and evicted
+    /// just after the last; in the backward pass the same happens around their gradients, in reverse. Obeyed at
+    /// every budget. Visits do not nest.
+    pub fn with<T>(
+        &mut self,
+        segment: &Segment,
+        build: impl FnOnce(&mut Graph, &Weights) -> Result<T>,
+    ) -> Result<T> {
+        if self.open_visit.is_some() {
+            return Err(Error::Invalid { what: format!("segment `{}`", segment.name), reason: "visits do not nest".into() });
+        }
+        self.open_visit = Some(self.visits.len() as u32);
+        self.visits.push(Visit { segment: segment.clone(), mirrors: None });
+        let result = self.weights_of(segment).and_then(|weights| build(self, &weights));
+        self.open_visit = None;
+        result
+    }
+
+    /// All weights of a segment, by name, without deciding when it is loaded.
+    pub fn weights_of(&mut self, segment: &Segment) -> Result<Weights> {
+        let mut names: Vec<(Arc<str>, Tensor)> = Vec::new();
+        for entry in segment.entries.iter() {
+            if !names.iter().any(|(n, _)| *n == entry.name) {
+                let tensor = self.weight(segment, &entry.name)?;
+                names.push((entry.name.clone(), tensor));
+            }
+        }
+        Ok(Weights { names, segment: segment.name.clone() })
+    }
+
+    /// Calls the user's hook `name` at this place of the stream; gives `x` unchanged. With `mirrored` the
+    /// backward pass calls it as well, where the gradient of `x` is known.
+    pub fn hook(&mut self, x: Tensor, name: &str, when: HookWhen, mirrored: bool) -> Result<Tensor> {
+        let shape = self.shape(x)?;
+        let x = if when == HookWhen::Value { self.computed(x)? } else { x };
+        Ok(self.push(Op::Hook { name: name.into(), when, mirrored }, vec![x], shape))
+    }
+
+    /// `a · b` over the last two dimensions, the leading ones broadcast; `bias` has the last extent of `b`.
+    /// `a`: [.., m, k], `b`: [.., k, n], result [.., m, n], f32.
+    pub fn matmul(&mut self, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
+        let (sa, sb) = (self.shape(a)?, self.shape(b)?);
+        let fail = |reason: String| Err(Error::Shape { op: "matmul", reason });
+        if sa.rank() < 2 || sb.rank() < 2 {
+            return fail(format!("{sa} · {sb}: both need at least two dimensions"));
+        }
+        let (da, db) = (sa.dims(), sb.dims());
+        let ((ba, ma), (bb, mb)) = (da.split_at(da.len() - 2), db.split_at(db.len() - 2));
+        if ma[1] != mb[0] {
+            return fail(format!("{sa} · {sb}: inner extents {} and {} differ", ma[1], mb[0]));
+        }
+        let batch = Shape::new(ba)?.broadcast(&Shape::new(bb)?)?;
+        if batch.rank() > 2 && batch.elements() > 1 && !(bb.iter().all(|d| *d == 1)) {
+            return fail(format!("{sa} · {sb}: more than two batch dimensions on both sides"));
+        }
+        if let Some(bias) = bias {
+            let s = self.shape(bias)?;
+            if s.elements() != mb[1] || s.dims().last().is_some_and(|d| *d != mb[1]) {
+                return fail(format!("bias {s} does not fit [{}]", mb[1]));
+            }
+        }
+        let mut dims = batch.dims().to_vec();
+        dims.extend([ma[0], mb[1]]);
+        let shape = Shape::new(&dims)?;
+        let mut inputs = vec![a, b];
+        inputs.extend(bias);
+        Ok(self.push(Op::MatMul { bias: bias.is_some() }, inputs, shape))
+    }
+
+    /// A function of one operand, elementwise.
+    pub fn unary(&mut self, f: Unary, x: Tensor) -> Result<Tensor> {
+        let shape = self.shape(x)?;
+        Ok(self.push(Op::Unary(f), vec![x], shape))
+    }
+
+    /// A function of two operands that broadcast, elementwise.
+    pub fn binary(&mut self, f: Binary, a: Tensor, b: Tensor) -> Result<Tensor> {
+        let shape = self.shape(a)?.broadcast(&self.shape(b)?)?;
+        Ok(self.push(Op::Binary(f), vec![a, b], shape))
+    }
+
+    /// `a + b`, broadcast.
+    pub fn add(&mut self, a: Tensor, b: Tensor) -> Result<Tensor> {
+        self.binary(Binary::Add, a, b)
+    }
+
+    /// `a · b`, elementwise, broadcast.
+    pub fn mul(&mut self, a: Tensor, b: Tensor) -> Result<Tensor> {
+        self.binary(Binary::Mul, a, b)
+    }
+
+    /// `x · factor`.
+    pub fn scale(&mut self, x: Tensor, factor: f32) -> Result<Tensor> {
+        let shape = self.shape(x)?;
+        Ok(self.push(Op::Scale(factor), vec![x], shape))
+    }
+
+    /// A tensor of one repeated value.
+    pub fn fill(&mut self, shape: Shape, value: f32) -> Tensor {
+        self.push(Op::Fill(value), vec![], shape)
+    }
+
+    /// Folds the named dimensions; they disappear from the shape.
+    pub fn reduce(&mut self, fold: Fold, x: Tensor, dims: &[usize]) -> Result<Tensor> {
+        let shape = self.shape(x)?;
+        if dims.iter().any(|d| *d >= shape.rank()) || dims.is_empty() && shape.rank() > 0 {
+            return Err(Error::Shape { op: "reduce", reason: format!("{shape} has no dimensions {dims:?}") });
+        }
+        let (mut kept, mut folded) = (Vec::new(), Vec::new());
+        for d in 0..shape.rank() {
+            if dims.contains(&d) { folded.push(d) } else { kept.push(d) }
+        }
+        let order: Vec<usize> = kept.iter().chain(&folded).copied().collect();
+        let x = self.permute(x, &order)?;
+        let shape = Shape::new(&kept.iter().map(|d| shape.dims()[*d]).collect::<Vec<_>>())?;
+        Ok(self.push(Op::Reduce { fold, dims: folded.len() }, vec![x], shape))
+    }
+
+    /// Mean of all elements, a scalar.
+    pub fn mean(&mut self, x: Tensor) -> Result<Tensor> {
+        let rank = self.shape(x)?.rank();
+        self.reduce(Fold::Mean, x, &(0..rank).collect::<Vec<_>>())
+    }
+
+    /// Sum of all elements, a scalar.
+    pub fn sum(&mut self, x: Tensor) -> Result<Tensor> {
+        let rank = self.shape(x)?.rank();
+        self.reduce(Fold::Sum, x, &(0..rank).collect::<Vec<_>>())
+    }
+
+    /// The dimensions in another order; costs nothing.
+    pub fn permute(&mut self, x: Tensor, order: &[usize]) -> Result<Tensor> {
+        let shape = self.shape(x)?;
+        let mut seen = [false; MAX_RANK];
+        if order.len() != shape.rank() || order.iter().any(|d| *d >= shape.rank() || std::mem::replace(&mut seen[*d], true)) {
+            return Err(Error::Shape { op: "permute", reason: format!("{order:?} is no order of the dimensions of {shape}") });
+        }
+        if order.iter().enumerate().all(|(i, d)| i == *d) {
+            return Ok(x);
+        }
+        let dense = shape.dense_strides();
+        let mut strides = [0; MAX_RANK];
+        for (i, d) in order.iter().enumerate() {
+            strides[i] = dense[*d];
+        }
+        let shape = Shape::new(&order.iter().map(|d| shape.dims()[*d]).collect::<Vec<_>>())?;
+        Ok(self.push(Op::View(View { offset: 0, strides }), vec![x], shape))
+    }
+
+    /// The last two dimensions exchanged; costs nothing.
+    pub fn transpose(&mut self, x: Tensor) -> Result<Tensor> {
+        let rank = self.shape(x)?.rank();
+        if rank < 2 {
+            return Err(Error::Shape { op: "transpose", reason: "needs at least two dimensions".into() });
+        }
+        let mut order: Vec<usize> = (0..rank).collect();
+        order.swap(rank - 2, rank - 1);
+        self.permute(x, &order)
+    }
+
+    /// The same elements, row-major, under another shape; costs nothing when `x` is dense.
+    pub fn reshape(&mut self, x: Tensor, dims: &[u64]) -> Result<Tensor> {
+        let (from, to) = (self.shape(x)?, Shape::new(dims)?);
+        if from.elements() != to.elements() {
+            return Err(Error::Shape { op: "reshape", reason: format!("{from} has other elements than {to}") });
+        }
+        if from == to {
+            return Ok(x);
+        }
+        let x = self.dense(x)?;
+        Ok(self.push(Op::View(View::dense(&to)), vec![x], to))
+    }
+
+    /// `x` repeated to the shape that it broadcasts to; costs nothing.
+    pub fn broadcast_to(&mut self, x: Tensor, to: Shape) -> Result<Tensor> {
+        let from = self.shape(x)?;
+        if from == to {
+            return Ok(x);
+        }
+        if from.broadcast(&to)? != to {
+            return Err(Error::Shape { op: "broadcast", reason: format!("{from} does not broadcast to {to}") });
+        }
+        let view = View::dense(&from).broadcast(&from, &to);
+        Ok(self.push(Op::View(view), vec![x], to))
+    }
+
+    /// `x` with its elements one after another, copied only where a view says otherwise.
+    pub fn dense(&mut self, x: Tensor) -> Result<Tensor> {
+        let shape = self.shape(x)?;
+        let (_, view) = self.storage(x);
+        if view.offset == 0 && view.is_dense(&shape) { Ok(x) } else { self.unary(Unary::Copy, x) }
+    }
+
+    /// `x` dense and in f32: what can be downloaded.
+    fn computed(&mut self, x: Tensor) -> Result<Tensor> {
+        let (root, _) = self.storage(x);
+        if matches!(self.nodes[root.index()].op, Op::Weight { .. }) { self.unary(Unary::Copy, x) } else { self.dense(x) }
+    }
+
+    /// The shape of a value.
+    pub fn shape(&self, x: Tensor) -> Result<Shape> {
+        self.nodes.get(x.index()).map(|n| n.shape).ok_or(Error::NotFound {
+            what: "tensor",
+            name: x.0.to_string(),
+            hint: Some("it belongs to another graph".into()),
+        })
+    }
+
+    /// The dtype of a value: a weight's own, f32 for everything computed.
+    pub fn dtype(&self, x: Tensor) -> DType {
+        let (root, _) = self.storage(x);
+        self.dtypes.get(&root.0).copied().unwrap_or(DType::F32)
+    }
+
+    /// A program that computes these values.
+    pub fn outputs(self, outputs: &[(&str, Tensor)]) -> Result<Program> {
+        let mut named = Vec::new();
+        let mut graph = self;
+        for (name, tensor) in outputs {
+            graph.shape(*tensor)?;
+            named.push((Arc::from(*name), graph.computed(*tensor)?));
+        }
+        Ok(Program { name: "program".into(), graph, outputs: named })
+    }
+
+    /// A program that computes `loss` (one element) and its gradients with respect to `wrt`, as the outputs
+    /// `loss`, `grad.0`, `grad.1` …
+    pub fn value_and_grad(mut self, loss: Tensor, wrt: &[Tensor]) -> Result<Program> {
+        let grads = self.gradients(loss, wrt)?;
+        let names: Vec<String> = (0..grads.len()).map(|i| format!("grad.{i}")).collect();
+        let mut outputs = vec![("loss", loss)];
+        outputs.extend(names.iter().map(String::as_str).zip(grads));
+        Ok(self.outputs(&outputs)?.named("step"))
+    }
+
+    pub(crate) fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    pub(crate) fn node(&self, x: Tensor) -> &Node {
+        &self.nodes[x.index()]
+    }
+
+    pub(crate) fn visits(&self) -> &[Visit] {
+        &self.visits
+    }
+
+    pub(crate) fn segment(&self, id: crate::weights::SegmentId) -> Option<&Segment> {
+        self.segments.get(&id.0)
+    }
+
+    /// The value whose storage `x` lies in, and how it lies there.
+    pub(crate) fn storage(&self, x: Tensor) -> (Tensor, View) {
+        let node = self.node(x);
+        match &node.op {
+            Op::Hook { .. } => self.storage(node.inputs[0]),
+            Op::View(view) => {
+                let input = node.inputs[0];
+                let (root, base) = self.storage(input);
+                (root, compose(view, &self.node(input).shape, &base))
+            }
+            _ => (x, View::dense(&node.shape)),
+        }
+    }
+
+    fn push(&mut self, op: Op, inputs: Vec<Tensor>, shape: Shape) -> Tensor {
+        let pass = if self.in_backward { Pass::Backward } else { Pass::Forward };
+        self.nodes.push(Node { op, inputs, shape, pass, visit: self.open_visit });
+        Tensor(self.nodes.len() as u32 - 1)
+    }
+}
+
+/// A view given over the dense elements of `shape`, seen through `base`, where those elements really lie. Views
+/// are only made over dense tensors or by permuting, so each stride of `view` is a stride of the dense shape.
+fn compose(view: &View, shape: &Shape, base: &View) -> View {
+    if base.is_dense(shape) {
+        return View { offset: base.offset + view.offset, strides: view.strides };
+    }
+    let dense = shape.dense_strides();
+    let mut strides = [0; MAX_RANK];
+    for (out, stride) in strides.iter_mut().zip(view.strides) {
+        // Extents of 1 have a stride that is never followed, so the first dimension that fits is right.
+        let found = (0..shape.rank()).find(|d| stride != 0 && dense[*d] == stride && shape.dims()[*d] > 1);
+        *out = found.map_or(0, |d| base.strides[d]);
+    }
+    let mut offset = base.offset;
+    let mut rest = view.offset;
+    for d in 0..shape.rank() {
+        if dense[d] > 0 {
+            offset += (rest / dense[d]) * base.strides[d];
+            rest %= dense[d];
+        }
+    }
+    View { offset, strides }
+}
