@@ -150,10 +150,8 @@ fn native_stages(options: &Options, report: &mut Report) {
     } else {
         match setup::swiftshader_driver() {
             Some(driver) => report.stage("swiftshader", || {
-                native_tests(options, "--package=ebbtide-tests")
-                    .env("VK_DRIVER_FILES", &driver)
-                    .env("EBBTIDE_ADAPTER", "SwiftShader")
-                    .run()
+                let step = native_tests(options, "--package=ebbtide-tests").env("VK_DRIVER_FILES", &driver);
+                on_adapter(step, "SwiftShader").run()
             }),
             None if options.native_only => report.skip("swiftshader", "its driver comes with Chromium, not installed"),
             None => report.stage("swiftshader", || {
@@ -192,9 +190,15 @@ fn native_tests(options: &Options, selection: &str) -> Step {
         step = step.env("EBBTIDE_LONG", "1");
     }
     if let Some(adapter) = &options.adapter {
-        step = step.env("EBBTIDE_ADAPTER", adapter);
+        step = on_adapter(step, adapter);
     }
     step
+}
+
+/// Names the adapter to the engine, and to the kernel tests, which use wgpu alone. A test that finds no adapter of that
+/// name fails, so a stage never passes on another one.
+fn on_adapter(step: Step, name: &str) -> Step {
+    step.env("EBBTIDE_ADAPTER", name).env("WGPU_ADAPTER_NAME", name)
 }
 
 fn browser_stages(options: &Options, report: &mut Report) {
