@@ -102,8 +102,8 @@ struct Missing {
 ///
 /// # Errors
 ///
-/// [`Error::NoAdapter`] (exit status 4) after the report, where no adapter can run the engine or none matches the name
-/// asked for; a failed measurement.
+/// [`Error::NoAdapter`] (exit status 4) after the report, where no adapter has the name asked for or none can run the
+/// engine; a failed measurement.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
     let found = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all()));
@@ -136,17 +136,15 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     } else {
         print!("{}", text(&report));
     }
-    match chosen {
-        Some(_) => Ok(()),
-        None => {
-            let reason = match (&wanted, report.adapters.len()) {
-                (_, 0) => "none answers".to_owned(),
-                (Some(name), _) => format!("none that can run the engine has `{name}` in its name"),
-                (None, n) => format!("none of {n} has the limits that the engine needs"),
-            };
-            Err(Error::NoAdapter { reason }.into())
+    let reason = match (&wanted, chosen) {
+        (Some(name), None) => format!("none has `{name}` in its name"),
+        (None, None) => "none answers".to_owned(),
+        _ if !report.adapters.iter().any(|adapter| adapter.usable) => {
+            "none has the limits that the engine needs".to_owned()
         }
-    }
+        _ => return Ok(()),
+    };
+    Err(Error::NoAdapter { reason }.into())
 }
 
 fn describe(adapter: &wgpu::Adapter, host: Option<Memory>) -> Adapter {
@@ -227,29 +225,18 @@ fn describe(adapter: &wgpu::Adapter, host: Option<Memory>) -> Adapter {
     }
 }
 
-/// The adapter that every command uses: the first whose name contains what was asked for (case does not matter), else
-/// the first of the fastest kind. An adapter that cannot run the engine is never chosen.
+/// The adapter that every command uses, by the rule of `ebbtide::gpu::Device::open`: the first of the fastest kind among
+/// those whose name contains what was asked for (case does not matter).
 fn choose(adapters: &[Adapter], wanted: Option<&str>) -> Option<usize> {
-    let usable = adapters.iter().enumerate().filter(|(_, adapter)| adapter.usable);
-    match wanted {
-        Some(name) => {
-            let name = name.to_lowercase();
-            usable
-                .into_iter()
-                .find(|(_, adapter)| adapter.name.to_lowercase().contains(&name))
-                .map(|(index, _)| index)
-        }
-        None => {
-            let rank = |kind| {
-                ["discrete", "integrated", "virtual", "other", "software"]
-                    .iter()
-                    .position(|k| *k == kind)
-            };
-            usable
-                .min_by_key(|(index, adapter)| (rank(adapter.kind), *index))
-                .map(|(index, _)| index)
-        }
-    }
+    let wanted = wanted.unwrap_or_default().to_lowercase();
+    let kinds = ["discrete", "integrated", "virtual", "other", "software"];
+    let named = adapters
+        .iter()
+        .enumerate()
+        .filter(|(_, adapter)| adapter.name.to_lowercase().contains(&wanted));
+    named
+        .min_by_key(|(index, adapter)| (kinds.iter().position(|kind| *kind == adapter.kind), *index))
+        .map(|(index, _)| index)
 }
 
 fn advise(adapter: &Adapter) -> Advice {
@@ -282,9 +269,17 @@ fn missing(adapters: &[Adapter], wanted: Option<&str>, chosen: Option<usize>) ->
         add("no adapter answers", install_driver());
     } else if let (Some(name), None) = (wanted, chosen) {
         let how = format!("set {ADAPTER_VARIABLE} to a part of one of the names above, or unset it");
-        add(&format!("no usable adapter is called `{name}`"), how);
-    } else if chosen.is_none() {
-        add("no adapter has the limits that the engine needs", install_driver());
+        add(&format!("no adapter is called `{name}`"), how);
+    }
+    if let Some(chosen) = chosen.map(|index| &adapters[index]).filter(|adapter| !adapter.usable) {
+        let how = match adapters.iter().find(|adapter| adapter.usable) {
+            Some(other) => format!("choose another: {ADAPTER_VARIABLE}='{}'", other.name),
+            None => install_driver(),
+        };
+        add(
+            &format!("{} has not the limits that the engine needs", chosen.name),
+            how,
+        );
     }
     if cfg!(target_os = "linux") && !hardware {
         if Path::new("/dev/nvidiactl").exists() {
@@ -522,16 +517,23 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_is_preferred_to_software_and_an_unusable_one_never_taken() {
+    fn the_fastest_kind_among_those_of_the_name_is_chosen() {
         let list = [
             adapter("llvmpipe", "software", true),
-            adapter("old", "discrete", false),
             adapter("Arc", "integrated", true),
+            adapter("Arc B580", "discrete", true),
         ];
         assert_eq!(choose(&list, None), Some(2));
+        assert_eq!(choose(&list, Some("arc")), Some(2));
         assert_eq!(choose(&list, Some("LLVM")), Some(0));
-        assert_eq!(choose(&list, Some("old")), None);
-        assert_eq!(choose(&list[1..2], None), None);
+        assert_eq!(choose(&list, Some("geforce")), None);
+    }
+
+    #[test]
+    fn a_chosen_adapter_below_the_limits_is_named_together_with_one_that_would_do() {
+        let list = [adapter("old", "discrete", false), adapter("llvmpipe", "software", true)];
+        let found = missing(&list, None, choose(&list, None));
+        assert!(found[0].what.contains("old") && found[0].how.contains("llvmpipe"));
     }
 
     #[test]
