@@ -1,0 +1,7 @@
+//! Device memory: what is counted, and the rings through which bytes come and go.
+
+mod ledger;
+mod ring;
+
+pub use ledger::{Ledger, Usage};
+pub(crate) use ring::Chunks;

@@ -1,0 +1,415 @@
+//! A session: device memory for one set of plans, and the runs of its plans.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::feed::{Part, ReadbackRing, UploadRing};
+use super::slots::{Store, uniform_buffer};
+use crate::compile::{Action, Binding, Content, Plan, PlanSet, SlotId, verify};
+use crate::error::{Error, Result};
+use crate::event::{Event, EventSink, NoEvents, Pass};
+use crate::gpu::{Buffer, Device, Dispatch, Pipeline, Recorder, foreign};
+use crate::rt::{Read, Reads};
+use crate::weights::Catalog;
+
+/// Cancels a run from anywhere: looked at between actions and during waits.
+#[derive(Clone, Debug, Default)]
+pub struct Cancel(Arc<AtomicBool>);
+
+impl Cancel {
+    /// A token that nobody has used.
+    pub fn new() -> Cancel {
+        Cancel::default()
+    }
+
+    /// Asks the run to stop.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether the run is to stop.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// What a hook is told.
+#[derive(Clone, Copy, Debug)]
+pub struct HookCall<'a> {
+    /// The hook's name.
+    pub name: &'a str,
+    /// The pass.
+    pub pass: Pass,
+    /// The tensor's bytes (f32, dense), for [`crate::graph::HookWhen::Value`].
+    pub value: Option<&'a [u8]>,
+}
+
+type HookFn = Box<dyn FnMut(HookCall<'_>) -> Result<()>>;
+
+/// The results of a run.
+#[derive(Clone, Debug, Default)]
+pub struct Outputs {
+    values: Vec<(Arc<str>, Vec<u8>)>,
+    /// Segments loaded.
+    pub loads: u64,
+    /// Segments evicted.
+    pub evictions: u64,
+    /// Weight bytes copied to the device.
+    pub streamed_bytes: u64,
+    /// Bytes copied back to the host.
+    pub downloaded_bytes: u64,
+}
+
+impl Outputs {
+    /// The bytes of an output: f32, dense, row-major, little-endian.
+    pub fn bytes(&self, name: &str) -> Result<&[u8]> {
+        self.values.iter().find(|(n, _)| &**n == name).map(|(_, v)| v.as_slice()).ok_or_else(|| Error::NotFound {
+            what: "output",
+            name: name.into(),
+            hint: Some(format!("there are {:?}", self.values.iter().map(|(n, _)| &**n).collect::<Vec<_>>())),
+        })
+    }
+
+    /// An output as numbers.
+    pub fn f32(&self, name: &str) -> Result<Vec<f32>> {
+        Ok(self.bytes(name)?.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    }
+
+    fn clear_for(&mut self, plan: &Plan) {
+        (self.loads, self.evictions, self.streamed_bytes, self.downloaded_bytes) = (0, 0, 0, 0);
+        self.values.truncate(plan.outputs.len());
+        for (i, port) in plan.outputs.iter().enumerate() {
+            match self.values.get_mut(i) {
+                Some((name, value)) => {
+                    *name = port.name.clone();
+                    value.clear();
+                    value.resize(port.bytes as usize, 0);
+                }
+                None => self.values.push((port.name.clone(), vec![0; port.bytes as usize])),
+            }
+        }
+    }
+}
+
+/// A part of a segment's way through the ring.
+#[derive(Clone, Debug)]
+struct Chunk {
+    buffer: u32,
+    offset: u64,
+    len: u32,
+    reads: std::ops::Range<u32>,
+}
+
+/// A dispatch with its pipeline and, for static slots, its bind group.
+struct Bound {
+    pipeline: Arc<Pipeline>,
+    group: Option<Arc<wgpu::BindGroup>>,
+}
+
+/// Device memory for a set, and the one queue. All methods run on the thread that made it.
+pub struct Session {
+    device: Device,
+    set: Arc<PlanSet>,
+    reads: Arc<Reads>,
+    /// Per segment, its chunks in order.
+    chunks: Vec<Vec<Chunk>>,
+    store: Store,
+    upload: UploadRing,
+    readback: ReadbackRing,
+    uniforms: Option<Buffer>,
+    /// Per plan, one entry for each of its dispatches in order.
+    bound: Arc<Vec<Vec<Bound>>>,
+    groups: u64,
+    recorder: Recorder,
+    hook: Option<HookFn>,
+    hook_value: Vec<u8>,
+    /// A run began and did not end: what the device holds is unknown.
+    unsettled: bool,
+}
+
+impl Session {
+    /// Makes all device memory of the set, compiles its kernels and brings it home. What fails leaves nothing behind.
+    pub async fn new(device: &Device, catalog: &Catalog, set: PlanSet) -> Result<Session> {
+        for plan in &set.plans {
+            verify(plan, &set, device.caps(), true)?;
+        }
+        device.ledger().set_budget(Some(device.ledger().active() + set.budget));
+        let (reads, chunks) = chunk_table(catalog, &set)?;
+        let recorder = Recorder::new(device.clone());
+        let store = Store::new(device, &set.table).await?;
+        let mut upload = UploadRing::new(device, set.table.upload).await?;
+        let readback = ReadbackRing::new(device, set.table.readback).await?;
+        let uniforms = uniform_buffer(device, set.table.uniforms).await?;
+        upload.map_idle(&recorder);
+        let mut session = Session {
+            device: device.clone(),
+            set: Arc::new(set),
+            reads: Arc::new(reads),
+            chunks,
+            store,
+            upload,
+            readback,
+            uniforms,
+            bound: Arc::new(Vec::new()),
+            groups: 0,
+            recorder,
+            hook: None,
+            hook_value: Vec::new(),
+            unsettled: true,
+        };
+        session.bind().await?;
+        session.write_uniforms().await?;
+        session.settle(&mut NoEvents).await?;
+        Ok(session)
+    }
+
+    /// The plans.
+    pub fn set(&self) -> &PlanSet {
+        &self.set
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Bind groups that exist.
+    pub fn bind_groups(&self) -> u64 {
+        self.groups
+    }
+
+    /// The segments that the device holds now.
+    pub fn resident(&self) -> impl Iterator<Item = &str> {
+        self.store.held.iter().flatten().map(|s| &*self.set.segments[*s as usize].name)
+    }
+
+    /// Registers what hooks call. An error from it fails the run.
+    pub fn on_hook(&mut self, hook: impl FnMut(HookCall<'_>) -> Result<()> + 'static) {
+        self.hook = Some(Box::new(hook));
+    }
+
+    /// Runs a plan: `inputs` by name, as bytes (f32, dense, row-major, little-endian).
+    pub async fn run(
+        &mut self,
+        plan: usize,
+        inputs: &[(&str, &[u8])],
+        cancel: &Cancel,
+        events: &mut dyn EventSink,
+    ) -> Result<Outputs> {
+        let mut outputs = Outputs::default();
+        self.run_into(plan, inputs, cancel, events, &mut outputs).await?;
+        Ok(outputs)
+    }
+
+    /// As [`Session::run`], into outputs of an earlier run, whose memory is used again.
+    pub async fn run_into(
+        &mut self,
+        plan: usize,
+        inputs: &[(&str, &[u8])],
+        cancel: &Cancel,
+        events: &mut dyn EventSink,
+        outputs: &mut Outputs,
+    ) -> Result<()> {
+        let set = self.set.clone();
+        let plan_ref = set.plans.get(plan).ok_or_else(|| Error::NotFound {
+            what: "plan",
+            name: plan.to_string(),
+            hint: Some(format!("the set has {}", set.plans.len())),
+        })?;
+        check_inputs(plan_ref, inputs)?;
+        self.device.check()?;
+        self.settle(events).await?;
+        outputs.clear_for(plan_ref);
+        self.unsettled = true;
+        events.event(Event::RunStart { program: plan_ref.name.clone() });
+        let result = self.execute(plan_ref, plan, inputs, cancel, events, outputs).await;
+        match result {
+            Ok(()) => {
+                self.unsettled = false;
+                events.event(Event::RunEnd {
+                    program: plan_ref.name.clone(),
+                    loads: outputs.loads,
+                    evictions: outputs.evictions,
+                    streamed_bytes: outputs.streamed_bytes,
+                });
+                Ok(())
+            }
+            Err(error) => {
+                // Take back what the run held, so that the memory is that of before; home comes with the next run.
+                self.abandon().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Brings a session whose last run did not end back home.
+    async fn settle(&mut self, events: &mut dyn EventSink) -> Result<()> {
+        if !self.unsettled {
+            return Ok(());
+        }
+        self.abandon().await;
+        let set = self.set.clone();
+        let mut ignored = Outputs::default();
+        let _ = events;
+        self.execute(&set.to_home, usize::MAX, &[], &Cancel::new(), &mut NoEvents, &mut ignored).await?;
+        self.unsettled = false;
+        Ok(())
+    }
+
+    async fn abandon(&mut self) {
+        self.recorder.discard();
+        self.upload.reset(&self.recorder).await;
+        self.store.forget(&self.set.table);
+    }
+
+    /// Makes pipelines and, for dispatches over static slots, bind groups; equal ones once.
+    async fn bind(&mut self) -> Result<()> {
+        let set = self.set.clone();
+        let mut known: HashMap<(&str, Vec<Binding>), Arc<wgpu::BindGroup>> = HashMap::new();
+        let mut all = Vec::new();
+        for plan in &set.plans {
+            let mut bound = Vec::new();
+            for action in &plan.actions {
+                let Action::Dispatch { kernel, bindings, .. } = action else { continue };
+                let pipeline = self.device.pipeline(kernel).await?;
+                let fixed = bindings.iter().all(|b| !set.table.slots[b.slot.0 as usize].dynamic);
+                let group = fixed.then(|| {
+                    let place = |b: &Binding| Binding { content: Content::Value(crate::graph::Tensor(0)), ..*b };
+                    let key = (kernel.shader.name, bindings.iter().map(place).collect());
+                    known.entry(key).or_insert_with(|| Arc::new(self.group(&pipeline, kernel.shader, bindings))).clone()
+                });
+                bound.push(Bound { pipeline, group });
+            }
+            all.push(bound);
+        }
+        self.groups = known.len() as u64;
+        self.bound = Arc::new(all);
+        self.device.check()
+    }
+
+    fn group(&self, pipeline: &Pipeline, shader: &ebbtide_shaders::Shader, bindings: &[Binding]) -> wgpu::BindGroup {
+        let range = |buffer, offset, size| wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset, size: std::num::NonZeroU64::new(size) });
+        let mut entries = Vec::with_capacity(bindings.len() + 1);
+        if let Some(uniforms) = &self.uniforms {
+            entries.push(wgpu::BindGroupEntry { binding: 0, resource: range(uniforms.raw(), 0, u64::from(shader.params_size)) });
+        }
+        for (b, s) in bindings.iter().zip(shader.bindings) {
+            let buffer = self.store.buffer(b.slot, b.buffer);
+            entries.push(wgpu::BindGroupEntry { binding: s.binding, resource: range(buffer, b.offset, b.size) });
+        }
+        let descriptor = wgpu::BindGroupDescriptor { label: Some(shader.name), layout: &pipeline.layout, entries: &entries };
+        foreign(|| self.device.raw().create_bind_group(&descriptor))
+    }
+
+    /// The parameter blocks go to the device once, through the ring like everything else.
+    async fn write_uniforms(&mut self) -> Result<()> {
+        let set = self.set.clone();
+        let chunk = self.upload.chunk();
+        for (i, bytes) in set.uniforms.chunks(chunk as usize).enumerate() {
+            let part = Part { action: 0, part: i as u32, len: bytes.len() as u32 };
+            while !self.upload.put(&self.recorder, part, bytes)? {
+                self.free_a_chunk(&|| Ok(())).await?;
+            }
+            if let Some(uniforms) = &self.uniforms {
+                self.upload.record(&mut self.recorder, (uniforms.raw(), i as u64 * chunk))?;
+            }
+        }
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.recorder.submit()?;
+        self.upload.submitted(&self.recorder);
+        Ok(())
+    }
+
+    /// Lets time pass until the ring may have an idle chunk.
+    async fn free_a_chunk(&mut self, stop: &dyn Fn() -> Result<()>) -> Result<()> {
+        stop()?;
+        if self.upload.has_recorded() {
+            self.flush()?;
+        }
+        let epoch = self.upload.waits_for().unwrap_or(0);
+        self.recorder.pump(epoch, true).await
+    }
+}
+
+fn check_inputs(plan: &Plan, inputs: &[(&str, &[u8])]) -> Result<()> {
+    for port in &plan.inputs {
+        let given = inputs.iter().find(|(name, _)| **name == *port.name);
+        let Some((_, bytes)) = given else {
+            return Err(Error::NotFound {
+                what: "input",
+                name: port.name.to_string(),
+                hint: Some(format!("program `{}` needs it, of shape {}", plan.name, port.shape)),
+            });
+        };
+        if bytes.len() as u64 != port.bytes {
+            return Err(Error::Shape {
+                op: "input",
+                reason: format!("`{}` has {} bytes, but shape {} in f32 has {}", port.name, bytes.len(), port.shape, port.bytes),
+            });
+        }
+    }
+    match inputs.iter().find(|(name, _)| !plan.inputs.iter().any(|p| &*p.name == *name)) {
+        Some((name, _)) => Err(Error::NotFound {
+            what: "input",
+            name: name.to_string(),
+            hint: Some(format!("program `{}` has {:?}", plan.name, plan.inputs.iter().map(|p| &*p.name).collect::<Vec<_>>())),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// The way of every segment through the ring: for each chunk of a slot's image, the reads that fill it.
+fn chunk_table(catalog: &Catalog, set: &PlanSet) -> Result<(Reads, Vec<Vec<Chunk>>)> {
+    let mut reads = Vec::new();
+    let mut all = Vec::with_capacity(set.segments.len());
+    let size = set.table.upload.chunk;
+    for layout in &set.segments {
+        let mut chunks = Vec::new();
+        for (buffer, used) in layout.buffers.iter().enumerate() {
+            let mut offset = 0;
+            while offset < *used {
+                let end = used.min(&(offset + size)).to_owned();
+                let first = reads.len() as u32;
+                for place in layout.places.iter().filter(|p| p.buffer as usize == buffer) {
+                    let (from, to) = (place.offset.max(offset), (place.offset + place.bytes).min(end));
+                    if from < to {
+                        let weight = catalog.weight(place.weight);
+                        let piece = weight.pieces.get(place.piece as usize).ok_or_else(|| Error::NotFound {
+                            what: "weight piece",
+                            name: weight.name().into(),
+                            hint: None,
+                        })?;
+                        reads.push(Read {
+                            source: weight.source as u32,
+                            at: piece.range.start + (from - place.offset),
+                            to: (from - offset) as u32,
+                            len: (to - from) as u32,
+                        });
+                    }
+                }
+                chunks.push(Chunk { buffer: buffer as u32, offset, len: (end - offset) as u32, reads: first..reads.len() as u32 });
+                offset = end;
+            }
+        }
+        all.push(chunks);
+    }
+    Ok((Reads { sources: catalog.sources().to_vec(), reads }, all))
+}
+
+/// Where a run is: the cursor of the ring and what has been recorded.
+struct Progress {
+    /// Next entry of the plan's fills, and the part of it.
+    fill: usize,
+    part: u32,
+    /// Entries of `fills` that are complete, in order.
+    complete: usize,
+    parts_done: u32,
+    /// Action being executed.
+    at: usize,
+}
+
+mod execute;
