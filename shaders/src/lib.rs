@@ -7,7 +7,8 @@
 //! Guaranteed for every kernel: entry point `main`; group 0, uniform `Params` at binding 0, storage from 1, at most 8; `Params`
 //! begins with `first_group`, `groups`; the linear workgroup id `x + y * count_x + first_group` names a piece of the output, and
 //! ids from `groups` up do nothing. So any dispatch may be folded to two dimensions or cut into ranges of groups, with the same
-//! bits. No kernel uses `groups` for anything else: a cut dispatch may set it to the end of its range.
+//! bits. No kernel uses `groups` for anything else, so a cut sets it to the end of its range: a folded cut may hang over, and a
+//! group of a kernel that updates in place (`adamw`, `carry`, `add`) must not run twice.
 
 pub mod cpu;
 

@@ -1,14 +1,14 @@
-//! Twins of `reduce.wgsl` and `reduce_small.wgsl`.
+//! Twin of `reduce.wgsl`.
 
 use super::{Real, strided};
+use crate::reduce::Params;
 use crate::reduce_op::{ARGMAX, MAX, MEAN, SUM};
-use crate::{reduce as host, reduce_small as small_host};
 
 /// Threads of a workgroup: partials of the op.
 const LANES: usize = 256;
 
 /// One output by 256 partials and a binary tree. An argmax is written as a number.
-pub fn reduce<T: Real>(p: &host::Params, op: u32, a: &[T], out: &mut [T]) {
+pub fn reduce<T: Real>(p: &Params, op: u32, a: &[T], out: &mut [T]) {
     for (output, slot) in out.iter_mut().enumerate().take(p.outputs as usize) {
         let base = p.a_off as usize + strided(output, p.kept_rank, &p.kept_shape, &p.kept_stride);
         let load = |i: usize| a[base + strided(i, p.red_rank, &p.red_shape, &p.red_stride)];
@@ -41,27 +41,13 @@ pub fn reduce<T: Real>(p: &host::Params, op: u32, a: &[T], out: &mut [T]) {
     }
 }
 
-/// One output by one accumulator, ascending.
-pub fn reduce_small<T: Real>(p: &small_host::Params, op: u32, a: &[T], out: &mut [T]) {
-    for (output, slot) in out.iter_mut().enumerate().take(p.outputs as usize) {
-        let base = p.a_off as usize + strided(output, p.kept_rank, &p.kept_shape, &p.kept_stride);
-        let load = |i: usize| a[base + strided(i, p.red_rank, &p.red_shape, &p.red_stride)];
-        let elements = (0..p.count as usize).map(|i| (load(i), i));
-        let folded = if op == SUM || op == MEAN {
-            elements.fold((T::zero(), 0), |sum, x| (sum.0 + x.0, 0))
-        } else {
-            elements.reduce(better).unwrap_or_default()
-        };
-        *slot = finish(op, p.scale, folded);
-    }
-}
-
 /// The larger value; of equal ones the lower index.
-fn better<T: Real>(x: (T, usize), y: (T, usize)) -> (T, usize) {
+pub(crate) fn better<T: Real>(x: (T, usize), y: (T, usize)) -> (T, usize) {
     if y.0 > x.0 || (y.0 == x.0 && y.1 < x.1) { y } else { x }
 }
 
-fn finish<T: Real>(op: u32, scale: f32, (value, index): (T, usize)) -> T {
+/// What of the winner is stored.
+pub(crate) fn finish<T: Real>(op: u32, scale: f32, (value, index): (T, usize)) -> T {
     match op {
         SUM | MAX => value,
         MEAN => T::of(f64::from(scale)) * value,
