@@ -1,2 +1,101 @@
-//! placeholder
-fn main(){}
+//! The `ebbtide` command: one file a subcommand, everything of substance in the library.
+
+#![allow(clippy::print_stdout, clippy::print_stderr)] // a command line talks on these
+
+mod demo;
+mod doctor;
+mod engine;
+mod probe;
+mod witness;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Train LoRA adapters on, and run, models larger than GPU memory, within a byte budget.
+///
+/// Without a subcommand the demo runs.
+#[derive(Parser)]
+#[command(name = "ebbtide", version, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  ebbtide                                      the demo: weights stream through a byte budget
+  ebbtide doctor                               what this machine offers, and what is missing
+  ebbtide probe stream --budget floor --manual the first founding program at its floor
+  ebbtide probe stream --json | jq .peak_bytes
+
+Environment:
+  EBBTIDE_ADAPTER   part of the name of the adapter to use
+  EBBTIDE_LIMITS    `default`: ask only for WebGPU's default limits
+
+Exit status: 0 done, 1 failed while running, 2 bad input or usage, 3 budget refused,
+4 no device, device lost or out of memory, 130 interrupted";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Show the first founding program at work, with a short explanation.
+    Demo(demo::DemoArgs),
+    /// Show adapters, limits, features and speeds, what is missing and how to get it.
+    Doctor(doctor::DoctorArgs),
+    /// Run a program that measures one promise of the engine.
+    #[command(subcommand)]
+    Probe(probe::Probe),
+}
+
+fn main() -> ExitCode {
+    // A closed pipe (`| head`) ends the command quietly instead of with a panic.
+    #[cfg(unix)]
+    restore_sigpipe();
+    let cli = Cli::parse();
+    let json = match &cli.command {
+        Some(Command::Probe(probe)) => probe.json(),
+        Some(Command::Doctor(args)) => args.json,
+        _ => false,
+    };
+    let result = match cli.command {
+        None => demo::run(&demo::DemoArgs::default()),
+        Some(Command::Demo(args)) => demo::run(&args),
+        Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Probe(probe)) => probe::run(&probe),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => report(&error, json),
+    }
+}
+
+/// Says what went wrong, in words or as a JSON object, and gives the exit status.
+fn report(error: &anyhow::Error, json: bool) -> ExitCode {
+    let known = error.downcast_ref::<ebbtide::Error>();
+    if json {
+        let code = known.map_or("failed", |e| e.code());
+        println!("{}", serde_json::json!({ "error": { "code": code, "message": format!("{error:#}") } }));
+    }
+    eprintln!("error: {error:#}");
+    ExitCode::from(known.map_or(1, |e| e.exit_status()))
+}
+
+#[cfg(unix)]
+#[allow(unsafe_code)]
+fn restore_sigpipe() {
+    // SAFETY: called before any thread exists; restores the default that Rust's start-up replaced.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

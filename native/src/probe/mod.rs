@@ -1,0 +1,28 @@
+//! `ebbtide probe`: programs that measure one promise of the engine each.
+
+pub mod stream;
+
+use clap::Subcommand;
+
+/// The probes.
+#[derive(Subcommand)]
+pub enum Probe {
+    /// The first founding program: weights loaded just before their layer, freed just after, reloaded in backward.
+    Stream(stream::StreamArgs),
+}
+
+impl Probe {
+    /// Whether the output is JSON.
+    pub fn json(&self) -> bool {
+        match self {
+            Probe::Stream(args) => args.json,
+        }
+    }
+}
+
+/// Runs a probe.
+pub fn run(probe: &Probe) -> anyhow::Result<()> {
+    match probe {
+        Probe::Stream(args) => stream::run(args),
+    }
+}
