@@ -1,5 +1,5 @@
 //! Catalogs of real files: identity, segments, pieces, indices, links, and what is refused.
-#![allow(clippy::unwrap_used, clippy::panic)] // A test that cannot go on must stop.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test stops at the first surprise")]
 
 use ebbtide::error::Error;
 use ebbtide::weights::index::{INDEX_FILE, Index};

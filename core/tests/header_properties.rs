@@ -1,5 +1,5 @@
 //! The header parser against random and mutated input, and against the reference library.
-#![allow(clippy::unwrap_used, clippy::panic)] // A test that cannot go on must stop.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test stops at the first surprise")]
 
 use ebbtide::error::Error;
 use ebbtide::weights::safetensors::{Header, TensorSpec, write};
@@ -57,7 +57,7 @@ fn valid_file() -> impl Strategy<Value = Vec<u8>> {
         let mut specs = BTreeMap::new();
         for (name, dtype, mut shape) in list {
             let dtype = FileDType::from_safetensors(DTYPES[dtype]).unwrap();
-            if dtype.bits() % 8 != 0 {
+            if !dtype.bits().is_multiple_of(8) {
                 shape.push(2);
             }
             specs.insert(name.clone(), TensorSpec { name, dtype, shape });

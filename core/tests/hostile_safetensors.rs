@@ -1,6 +1,6 @@
 //! Files that lie, files that are cut short, files that change, disks that fail: each must end in a typed error that
 //! names file and tensor, and none in wrong numbers.
-#![allow(clippy::unwrap_used, clippy::panic)] // A test that cannot go on must stop.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test stops at the first surprise")]
 
 use ebbtide::error::{Error, Result};
 use ebbtide::weights::safetensors::{Header, TensorSpec, write};
@@ -394,7 +394,7 @@ impl ReadAt for Faulty {
         match *self.fault.lock().unwrap() {
             Fault::None | Fault::Changed => {}
             Fault::Short(n) => most = most.min(n),
-            Fault::Interrupted if call % 2 == 0 => return Err(io::ErrorKind::Interrupted.into()),
+            Fault::Interrupted if call.is_multiple_of(2) => return Err(io::ErrorKind::Interrupted.into()),
             Fault::Interrupted => most = 1,
             Fault::Failing(at) if offset + buf.len() as u64 > at && offset >= at => {
                 return Err(io::Error::from_raw_os_error(5));

@@ -162,6 +162,7 @@ impl<'de> serde::Deserialize<'de> for UniqueMap {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 mod tests {
     use super::*;
 

@@ -77,6 +77,7 @@ pub fn cut(name: &str, shape: &[u64], range: &Range<u64>) -> Result<Vec<Piece>> 
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 mod tests {
     use super::*;
 

@@ -127,17 +127,16 @@ impl Source {
     /// *after* the read, so bytes that changed under it are caught as well), [`Error::Io`] if the system reports
     /// an error or the bytes end before the range does. After an error the content of `sink` must not be used.
     pub fn read_exact_at(&self, offset: u64, sink: &mut [u8]) -> Result<()> {
-        let asked = offset..offset.checked_add(sink.len() as u64).unwrap_or(u64::MAX);
-        if asked.end > self.len() || asked.end - offset != sink.len() as u64 {
+        let end = offset.checked_add(sink.len() as u64).filter(|end| *end <= self.len());
+        let Some(end) = end else {
             self.unchanged()?;
             let reason = format!(
-                "bytes {} to {} were asked for, but it has {} bytes",
-                asked.start,
-                asked.end,
+                "{} bytes at byte {offset} were asked for, but it has {}",
+                sink.len(),
                 self.len()
             );
             return Err(self.io(reason));
-        }
+        };
         let mut done = 0;
         while let Some(rest) = sink.get_mut(done..).filter(|rest| !rest.is_empty()) {
             let at = offset + done as u64;
@@ -145,7 +144,7 @@ impl Source {
             match self.read_some(at, rest) {
                 Ok(0) => {
                     self.unchanged()?;
-                    let reason = format!("it ends at byte {at}, while bytes {offset} to {} were read", asked.end);
+                    let reason = format!("it ends at byte {at}, while bytes {offset} to {end} were read");
                     return Err(self.io(reason));
                 }
                 Ok(n) if n <= left => done += n,
@@ -212,6 +211,7 @@ impl fmt::Debug for Source {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 mod tests {
     use super::*;
 

@@ -146,10 +146,10 @@ impl Catalog {
                 .collect();
             index.check(&by_name)?;
         }
-        for file in 0..catalog.files.len() {
+        for (file, shard) in shard_names.iter().enumerate() {
             catalog.add_names_and_segment(file, &ids, |tensor| {
                 let home = index.and_then(|i| i.shard(tensor));
-                home.is_none() || home == shard_names[file].as_deref()
+                home.is_none() || home == shard.as_deref()
             });
         }
         Ok(catalog)

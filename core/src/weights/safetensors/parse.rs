@@ -430,6 +430,7 @@ impl<'de> Visitor<'de> for Shape {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "a test stops at the first surprise")]
 mod tests {
     use super::*;
 

@@ -197,6 +197,7 @@ fn header_text(
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 mod tests {
     use super::*;
     use crate::weights::dtype::DType;
