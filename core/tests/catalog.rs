@@ -486,6 +486,20 @@ fn a_row_above_128_mib_is_refused_by_name() {
 }
 
 #[test]
+fn a_file_that_claims_an_absurd_size_is_refused_before_its_pieces_are_counted() {
+    let specs = [TensorSpec::new("w", DType::U8, [1 << 60])];
+    let mut header = Vec::new();
+    ebbtide::weights::safetensors::Writer::new(&mut header, "h", &specs, &BTreeMap::new()).unwrap();
+    let len = header.len() as u64 + (1 << 60);
+    let source = Source::custom(std::sync::Arc::new(Sparse { header, len }));
+    let error = block_on(Catalog::from_sources(vec![source])).unwrap_err();
+    assert!(
+        error.code() == "limit" && error.to_string().contains("sparse.safetensors"),
+        "{error}"
+    );
+}
+
+#[test]
 fn the_fingerprint_is_of_the_files_and_not_of_where_they_are_or_in_which_order_they_came() {
     let a = || Source::memory("x/a.safetensors", file(&[f32s("w", &[1; 4])]));
     let b = |n: &str, len: usize| Source::memory(n, file(&[f32s("w", &vec![1; len])]));

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test stops at the first surprise")]
 
 use ebbtide::error::{Error, Result};
+use ebbtide::rt::file::save_atomically;
 use ebbtide::weights::safetensors::{Header, TensorSpec, write};
 use ebbtide::weights::{Catalog, DType, ReadAt, Source};
 use pollster::block_on;
@@ -355,6 +356,78 @@ fn an_untouched_file_stays_readable_when_it_is_linked_or_its_rights_change() {
         block_on(catalog.read(catalog.find("second").unwrap())).unwrap(),
         [0xbb; 8000]
     );
+}
+
+#[test]
+fn a_file_cut_and_grown_again_in_the_middle_of_reads_never_yields_its_zeros() {
+    for round in 0..20 {
+        let model = model();
+        model.rewrite(&model.bytes, 3600);
+        let catalog = block_on(Catalog::open(&model.path)).unwrap();
+        let id = catalog.find("second").unwrap();
+        let (path, len) = (model.path.clone(), model.bytes.len() as u64);
+        let cutter = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_micros(50 * round));
+            let file = std::fs::File::options().write(true).open(path).unwrap();
+            file.set_len(len - 12000).unwrap();
+            file.set_len(len).unwrap();
+        });
+        let error = loop {
+            match block_on(catalog.read(id)) {
+                Ok(bytes) => assert!(bytes.iter().all(|b| *b == 0xbb), "zeros in round {round}"),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.code(), "source-changed");
+        cutter.join().unwrap();
+    }
+}
+
+#[test]
+fn saving_over_a_file_that_is_in_use_leaves_a_whole_file_and_an_error_and_no_mixture() {
+    let model = model();
+    let catalog = block_on(Catalog::open(&model.path)).unwrap();
+    let id = catalog.find("first").unwrap();
+    let tensors = [(TensorSpec::new("first", DType::F32, [1000]), &[0xcc; 4000][..])];
+    save_atomically(&model.path, |out| {
+        write(out, "model", &tensors, &BTreeMap::new()).map(|_| ())
+    })
+    .unwrap();
+    assert_eq!(block_on(catalog.read(id)).unwrap_err().code(), "source-changed");
+    let catalog = block_on(Catalog::open(&model.path)).unwrap();
+    assert_eq!(
+        block_on(catalog.read(catalog.find("first").unwrap())).unwrap(),
+        [0xcc; 4000]
+    );
+}
+
+#[test]
+fn a_reader_finds_a_whole_file_at_every_moment_of_many_saves() {
+    let model = model();
+    let path = model.path.clone();
+    let writer = std::thread::spawn(move || {
+        for round in 1..=100u8 {
+            let data = vec![round; 40_000];
+            let tensors = [(TensorSpec::new("t", DType::U8, [40_000]), data.as_slice())];
+            save_atomically(&path, |out| write(out, "t", &tensors, &BTreeMap::new()).map(|_| ())).unwrap();
+        }
+    });
+    while !writer.is_finished() {
+        // A save may fall between open and read: then it is the typed error, and never a format error.
+        let catalog = match block_on(Catalog::open(&model.path)) {
+            Err(error) => {
+                assert_eq!(error.code(), "source-changed", "{error}");
+                continue;
+            }
+            Ok(catalog) => catalog,
+        };
+        let Ok(id) = catalog.find("t") else { continue };
+        match block_on(catalog.read(id)) {
+            Ok(bytes) => assert!(bytes.iter().all(|b| *b == bytes[0])),
+            Err(error) => assert_eq!(error.code(), "source-changed"),
+        }
+    }
+    writer.join().unwrap();
 }
 
 /// What a [`Faulty`] reader does to a read.

@@ -12,13 +12,16 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
+/// The largest file: 64 TiB. A sparse file may claim to be any size, and pieces are counted by it.
+const MAX_SOURCE_BYTES: u64 = 1 << 46;
+
 impl Catalog {
     /// Opens a model: one `.safetensors` file; a folder with `model.safetensors.index.json` and its shards; an index by
     /// its path; or a folder with `.safetensors` files, taken in the order of their names.
     ///
     /// Each file becomes a segment named by its file stem. Errors: [`Error::Io`], [`Error::Format`] for any file or index
     /// that is not as the format promises, [`Error::NotFound`] for a folder without such files, [`Error::Limit`] for a
-    /// tensor with a row above 128 MiB, [`Error::Invalid`] for two files of one stem.
+    /// tensor with a row above 128 MiB or a file above 64 TiB, [`Error::Invalid`] for two files of one stem.
     pub async fn open(path: impl AsRef<Path>) -> Result<Catalog> {
         let path = path.as_ref();
         if file::is_folder(path)? {
@@ -156,6 +159,13 @@ impl Catalog {
     }
 
     fn add_weights(&mut self, source: &Source, header: &Header) -> Result<Vec<Option<WeightId>>> {
+        if source.len() > MAX_SOURCE_BYTES {
+            return Err(Error::Limit {
+                what: source.name().into(),
+                need: source.len(),
+                have: MAX_SOURCE_BYTES,
+            });
+        }
         let mut ids = Vec::with_capacity(header.tensors.len());
         // Only tensors without bytes can share a range within a file; the header's check refuses all others.
         let mut empty: HashMap<(u64, DType, &[u64]), WeightId> = HashMap::new();
