@@ -24,12 +24,12 @@ pub struct Piece {
     pub range: Range<u64>,
 }
 
-/// Rows and elements a row of a tensor seen as a matrix. The product of `shape` must not overflow.
+/// Rows and elements a row of a tensor seen as a matrix.
 pub fn rows_and_columns(shape: &[u64]) -> (u64, u64) {
     match shape {
         [] => (1, 1),
         [n] => (*n, 1),
-        [leading @ .., last] => (leading.iter().product(), *last),
+        [leading @ .., last] => (leading.iter().fold(1, |n: u64, d| n.saturating_mul(*d)), *last),
     }
 }
 
@@ -37,7 +37,7 @@ pub fn rows_and_columns(shape: &[u64]) -> (u64, u64) {
 /// tensor without bytes.
 ///
 /// Errors: [`Error::Limit`] if a single row is larger than a piece may be.
-pub fn cut(name: &str, shape: &[u64], range: &Range<u64>) -> Result<Vec<Piece>> {
+pub(crate) fn cut(name: &str, shape: &[u64], range: &Range<u64>) -> Result<Vec<Piece>> {
     let bytes = range.end - range.start;
     if bytes == 0 {
         // The rows of an empty tensor are not computed: [2^40, 2^40, 0] is legal, its row count no number.
