@@ -6,28 +6,35 @@
 //! Built for any other target it is empty.
 #![cfg(target_arch = "wasm32")]
 
+use ebbtide::error::Bytes;
+use ebbtide::{Device, DeviceChoice};
 use wasm_bindgen::prelude::*;
 
-/// Opens the GPU as the engine does and describes it: JSON `{"rows": [[name, value], …]}`, for showing.
+/// Opens the GPU through the engine and describes it: JSON `{"rows": [[name, value], …]}`, for showing.
 ///
 /// # Errors
 ///
 /// A message for the user where the browser has no adapter or refuses the device.
 #[wasm_bindgen]
 pub async fn open_device() -> Result<String, JsError> {
-    let instance = wgpu::Instance::default();
-    let adapter = instance
-        .request_adapter(&wgpu::RequestAdapterOptions::default())
-        .await
-        .map_err(|e| JsError::new(&e.to_string()))?;
-    let info = adapter.get_info();
-    let limits = adapter.limits();
-    let rows = vec![
-        ("adapter".to_owned(), info.name),
-        (
-            "largest buffer".to_owned(),
-            ebbtide::error::Bytes(limits.max_buffer_size).to_string(),
-        ),
+    let device = Device::open(&DeviceChoice::default()).await?;
+    let caps = device.caps();
+    // Browsers may keep the name to themselves.
+    let name = if caps.adapter.is_empty() {
+        "not named by the browser"
+    } else {
+        &caps.adapter
+    };
+    let bytes = |n: u64| Bytes(n).to_string();
+    let rows = [
+        ("adapter", name.to_owned()),
+        ("largest buffer", bytes(caps.max_buffer)),
+        ("largest storage binding", bytes(caps.max_binding)),
+        ("storage buffers a dispatch", caps.max_storage_buffers.to_string()),
+        ("workgroups a dimension", caps.max_groups.to_string()),
+        ("threads a workgroup", caps.max_invocations.to_string()),
+        ("workgroup memory", bytes(caps.max_workgroup_bytes.into())),
+        ("alignment of a storage binding", bytes(caps.storage_align)),
     ];
     Ok(serde_json::json!({ "rows": rows }).to_string())
 }

@@ -5,25 +5,23 @@
 #![cfg(target_arch = "wasm32")]
 #![allow(clippy::panic, clippy::unwrap_used, clippy::expect_used)] // a failing test may panic
 
+use ebbtide::{Device, DeviceChoice};
 use wasm_bindgen_test::{console_log, wasm_bindgen_test, wasm_bindgen_test_configure};
 
 wasm_bindgen_test_configure!(run_in_browser);
 
-async fn device() -> wgpu::Device {
-    let instance = wgpu::Instance::default();
-    let adapter = instance
-        .request_adapter(&wgpu::RequestAdapterOptions::default())
-        .await
-        .expect("an adapter");
-    let (device, _) = adapter
-        .request_device(&wgpu::DeviceDescriptor::default())
-        .await
-        .expect("a device");
-    device
+async fn device() -> Device {
+    // At the default limits, so that a shader which needs more fails here.
+    let choice = DeviceChoice {
+        default_limits: true,
+        ..DeviceChoice::default()
+    };
+    Device::open(&choice).await.expect("a device")
 }
 
 /// What the browser says about a shader: nothing, or its errors and the validation error of the pipeline.
-async fn complaints(device: &wgpu::Device, name: &str, source: &str) -> Vec<String> {
+async fn complaints(device: &Device, name: &str, source: &str) -> Vec<String> {
+    let device = device.raw();
     let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
         label: Some(name),
