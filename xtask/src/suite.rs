@@ -184,7 +184,7 @@ fn native_tests(options: &Options, selection: &str) -> Step {
     };
     if options.long {
         step = match nextest {
-            true => step.args(["--run-ignored", "all"]),
+            true => step.args(["--run-ignored", "all", "--profile", "long"]),
             false => step.args(["--", "--include-ignored"]),
         };
         step = step.env("EBBTIDE_LONG", "1");
