@@ -491,6 +491,8 @@ macro_rules! gpu_tests {
     ($($name:ident),* $(,)?) => {
         mod on_device {
             use $crate::kernel::Gpu;
+            #[cfg(target_arch = "wasm32")]
+            wasm_bindgen_test::wasm_bindgen_test_configure!(run_in_browser);
             $(
                 #[cfg(not(target_arch = "wasm32"))]
                 #[test]
