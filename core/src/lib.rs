@@ -16,6 +16,7 @@ pub mod gpu;
 pub mod graph;
 pub mod kernels;
 pub mod memory;
+pub mod nn;
 pub mod rt;
 pub mod stream;
 pub mod weights;

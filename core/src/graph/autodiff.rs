@@ -3,98 +3,298 @@
 //! Nothing is built below the lowest tensor that a gradient is asked for. A node of a by-hand visit gets its
 //! gradients in a mirrored visit, so what is released after the forward is loaded again before the backward.
 
-use super::{Binary, Fold, Graph, Op, Shape, Tensor, Unary, View, Visit};
+use std::collections::HashMap;
+
+use super::{Binary, CustomGrad, Fold, Graph, Op, Region, Shape, Tensor, Unary, View, Visit};
 use crate::error::{Error, Result};
+use crate::event::Pass;
+
+/// Gradients of parameters that go into one array instead of tensors of their own, so that micro-batches carry on
+/// from the stored sums.
+pub(crate) struct Sinks<'a> {
+    /// Each parameter (a window of a state array) with the offset of its gradient, in elements.
+    pub params: &'a [(Tensor, u64)],
+    /// The array, as last written.
+    pub array: Tensor,
+    /// Whether the array already holds sums of earlier micro-batches.
+    pub carry: bool,
+}
+
+/// What is known while walking back.
+struct Walk<'a, 'b> {
+    needed: Vec<bool>,
+    grads: Vec<Option<Tensor>>,
+    mirrors: Vec<Option<u32>>,
+    recompute: bool,
+    /// The block whose values were last computed again, and where they are now.
+    again: Option<(u32, HashMap<Tensor, Tensor>)>,
+    sinks: Option<&'a mut Sinks<'b>>,
+    started: Vec<bool>,
+}
 
 impl Graph {
-    /// The gradients of `loss` (one element) with respect to each of `wrt`.
-    pub(crate) fn gradients(&mut self, loss: Tensor, wrt: &[Tensor]) -> Result<Vec<Tensor>> {
+    /// The gradients of `loss` (one element) with respect to each of `wrt`; with `recompute`, from block values that
+    /// are computed again. Gradients of `sinks` go to their array.
+    pub(crate) fn gradients(
+        &mut self,
+        loss: Tensor,
+        wrt: &[Tensor],
+        recompute: bool,
+        sinks: Option<&mut Sinks<'_>>,
+    ) -> Result<Vec<Tensor>> {
         let shape = self.shape(loss)?;
         if shape.elements() != 1 {
             return Err(Error::Shape { op: "gradient", reason: format!("the loss has shape {shape}, not one element") });
         }
         let count = loss.index() + 1;
         let mut needed = vec![false; count];
-        for t in wrt {
+        let sunk: Vec<Tensor> = sinks.as_ref().map(|s| s.params.iter().map(|(t, _)| *t).collect()).unwrap_or_default();
+        for t in wrt.iter().chain(&sunk) {
             self.shape(*t)?;
-            if t.index() < count {
-                needed[t.index()] = true;
+            match needed.get_mut(t.index()) {
+                Some(n) => *n = true,
+                None => {
+                    let what = format!("gradient of tensor {}", t.0);
+                    return Err(Error::Invalid { what, reason: "the loss does not depend on it".into() });
+                }
             }
         }
         for i in 0..count {
-            needed[i] = needed[i] || self.nodes[i].inputs.iter().any(|t| needed[t.index()]);
-        }
-        if let Some(t) = wrt.iter().find(|t| t.index() >= count) {
-            return Err(Error::Invalid { what: format!("gradient of tensor {}", t.0), reason: "the loss does not depend on it".into() });
+            let first = usize::from(matches!(self.nodes[i].op, Op::Custom(_)));
+            needed[i] = needed[i] || self.nodes[i].inputs[first..].iter().any(|t| needed[t.index()]);
         }
 
         self.in_backward = true;
-        let mut grads: Vec<Option<Tensor>> = vec![None; count];
-        let mut mirrors: Vec<Option<u32>> = vec![None; self.visits.len()];
-        grads[loss.index()] = Some(self.fill(shape, 1.0));
-        let result = self.backward(count, &needed, &mut grads, &mut mirrors);
+        let mut walk = Walk {
+            needed,
+            grads: vec![None; count],
+            mirrors: vec![None; self.visits.len()],
+            recompute,
+            again: None,
+            started: vec![sinks.as_ref().is_some_and(|s| s.carry); sunk.len()],
+            sinks,
+        };
+        walk.grads[loss.index()] = Some(self.fill(shape, 1.0));
+        let result = (0..count).rev().try_for_each(|i| self.backward(i, &mut walk));
+        let rest = result.and_then(|()| {
+            wrt.iter()
+                .map(|t| match walk.grads[t.index()] {
+                    Some(g) => Ok(g),
+                    None => Ok(self.fill(self.shape(*t)?, 0.0)),
+                })
+                .collect()
+        });
         self.in_backward = false;
         self.open_visit = None;
-        result?;
-        wrt.iter()
-            .map(|t| match grads[t.index()] {
-                Some(g) => Ok(g),
-                None => Ok(self.fill(self.shape(*t)?, 0.0)),
-            })
-            .collect()
+        rest
     }
 
-    fn backward(
-        &mut self,
-        count: usize,
-        needed: &[bool],
-        grads: &mut [Option<Tensor>],
-        mirrors: &mut [Option<u32>],
-    ) -> Result<()> {
-        for i in (0..count).rev() {
-            let Some(dy) = grads[i] else { continue };
-            if !needed[i] {
-                continue;
+    /// Sends the gradient of node `i` to its operands.
+    fn backward(&mut self, i: usize, walk: &mut Walk<'_, '_>) -> Result<()> {
+        let Some(dy) = walk.grads[i] else { return Ok(()) };
+        if !walk.needed[i] {
+            return Ok(());
+        }
+        if let Some(block) = self.nodes[i].block.filter(|_| walk.recompute)
+            && walk.again.as_ref().is_none_or(|(b, _)| *b != block)
+        {
+            let values = self.compute_again(block, walk)?;
+            walk.again = Some((block, values));
+        }
+        let node = self.nodes[i].clone();
+        let here = |t: &Tensor| match (&walk.again, node.block) {
+            (Some((b, values)), Some(block)) if *b == block => values.get(t).copied().unwrap_or(*t),
+            _ => *t,
+        };
+        let y = here(&Tensor(i as u32));
+        let inputs: Vec<Tensor> = node.inputs.iter().map(here).collect();
+        let extras: Vec<Tensor> = node.extras.iter().map(here).collect();
+        let needed: Vec<bool> = node.inputs.iter().map(|t| walk.needed[t.index()]).collect();
+
+        if let Op::Custom(id) = node.op {
+            let vjp = self.customs[id as usize].0.clone();
+            let parts = vjp(self, CustomGrad { inputs: &inputs[1..], output: y, grad: dy })?;
+            if parts.len() + 1 != inputs.len() {
+                let reason = format!("{} gradients for {} operands", parts.len(), inputs.len() - 1);
+                return Err(Error::Invalid { what: "custom function".into(), reason });
             }
-            let node = self.nodes[i].clone();
-            for (k, input) in node.inputs.iter().enumerate() {
-                if !needed[input.index()] {
-                    continue;
+            for (input, part) in node.inputs[1..].iter().zip(parts) {
+                if let Some(part) = part.filter(|_| walk.needed[input.index()]) {
+                    if self.shape(part)? != self.shape(*input)? {
+                        let reason = format!("a gradient of shape {} for an operand of {}", self.shape(part)?, self.shape(*input)?);
+                        return Err(Error::Shape { op: "custom function", reason });
+                    }
+                    self.collect(*input, part, walk)?;
                 }
-                self.open_visit = node.visit.map(|v| self.mirror(v, mirrors));
-                let part = self.vjp(Tensor(i as u32), &node.op, &node.inputs, k, dy)?;
-                self.open_visit = None;
-                grads[input.index()] = match grads[input.index()] {
-                    Some(sum) => Some(self.add(sum, part)?),
-                    None => Some(part),
-                };
+            }
+            return Ok(());
+        }
+        if let Op::Nn(op) = &node.op {
+            self.open_visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
+            let call = crate::nn::Vjp { y, extras: &extras, inputs: &inputs, dy, needed: &needed };
+            let parts = op.vjp(self, &call)?;
+            self.open_visit = None;
+            for (input, part) in node.inputs.iter().zip(parts) {
+                if let Some(part) = part {
+                    self.collect(*input, part, walk)?;
+                }
+            }
+            return Ok(());
+        }
+        for (k, input) in node.inputs.iter().enumerate().filter(|(k, _)| needed[*k]) {
+            self.open_visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
+            let part = self.vjp(y, &node.op, node.into.as_ref(), &inputs, k, dy)?;
+            self.open_visit = None;
+            if let Some(part) = part {
+                self.collect(*input, part, walk)?;
             }
         }
         Ok(())
+    }
+
+    /// Adds a part to the gradient of a tensor, or writes it into the array that it belongs to.
+    fn collect(&mut self, input: Tensor, part: Tensor, walk: &mut Walk<'_, '_>) -> Result<()> {
+        if let Some(sinks) = &mut walk.sinks
+            && let Some(k) = sinks.params.iter().position(|(t, _)| *t == input)
+        {
+            let shape = self.shape(input)?;
+            let view = View { offset: sinks.params[k].1, strides: shape.dense_strides() };
+            let carry = std::mem::replace(&mut walk.started[k], true);
+            let region = Region { shape, view, carry };
+            let fresh = part.index() + 1 == self.nodes.len() && self.nodes[part.index()].into.is_none();
+            let writes = match &self.nodes[part.index()].op {
+                Op::MatMul { bias: false, alpha } => *alpha == 1.0 || !carry,
+                Op::Nn(op) => op.takes_region(),
+                _ => false,
+            };
+            if fresh && writes {
+                // The product starts from the stored sum: carry, don't add.
+                let whole = self.shape(sinks.array)?;
+                let node = &mut self.nodes[part.index()];
+                node.inputs.push(sinks.array);
+                (node.shape, node.into) = (whole, Some(region));
+                sinks.array = part;
+            } else {
+                sinks.array = self.place(part, sinks.array, region)?;
+            }
+            return Ok(());
+        }
+        walk.grads[input.index()] = match walk.grads[input.index()] {
+            Some(sum) => Some(self.add(sum, part)?),
+            None => Some(part),
+        };
+        Ok(())
+    }
+
+    /// Adds the nodes of a block once more, for the backward pass; says where their values are now.
+    fn compute_again(&mut self, block: u32, walk: &mut Walk<'_, '_>) -> Result<HashMap<Tensor, Tensor>> {
+        let mut values = HashMap::new();
+        for i in 0..walk.grads.len() {
+            if self.nodes[i].block != Some(block) {
+                continue;
+            }
+            let old = Tensor(i as u32);
+            let mut node = self.nodes[i].clone();
+            match node.op {
+                // Storage that is there anyway.
+                Op::Input { .. } | Op::Weight { .. } | Op::State(_) => continue,
+                // A hook marks a place in the forward; it is not called twice.
+                Op::Hook { .. } => {
+                    let x = node.inputs[0];
+                    values.insert(old, values.get(&x).copied().unwrap_or(x));
+                    continue;
+                }
+                _ => {}
+            }
+            for t in node.inputs.iter_mut() {
+                *t = values.get(t).copied().unwrap_or(*t);
+            }
+            node.pass = Pass::Backward;
+            node.visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
+            node.extras.clear();
+            let new = Tensor(self.nodes.len() as u32);
+            if let Some(dtype) = self.dtypes.get(&old.0).copied() {
+                self.dtypes.insert(new.0, dtype);
+            }
+            let of = matches!(node.op, Op::Extra).then(|| node.inputs[0]);
+            self.nodes.push(node);
+            if let Some(of) = of {
+                self.nodes[of.index()].extras.push(new);
+            }
+            values.insert(old, new);
+        }
+        Ok(values)
     }
 
     /// The backward visit of a forward one, made at its first use.
     fn mirror(&mut self, visit: u32, mirrors: &mut [Option<u32>]) -> u32 {
         *mirrors[visit as usize].get_or_insert_with(|| {
             let segment = self.visits[visit as usize].segment.clone();
-            self.visits.push(Visit { segment, mirrors: Some(visit) });
+            self.visits.push(Visit { segment });
             self.visits.len() as u32 - 1
         })
     }
 
     /// The gradient that `dy`, the gradient of value `y`, sends to operand `k`.
-    fn vjp(&mut self, y: Tensor, op: &Op, inputs: &[Tensor], k: usize, dy: Tensor) -> Result<Tensor> {
+    fn vjp(
+        &mut self,
+        y: Tensor,
+        op: &Op,
+        into: Option<&Region>,
+        inputs: &[Tensor],
+        k: usize,
+        dy: Tensor,
+    ) -> Result<Option<Tensor>> {
+        let Some(region) = into else { return self.vjp_of(y, op, inputs, k, dy).map(Some) };
+        let part = View { offset: region.view.offset, strides: region.view.strides };
+        let own = self.push(Op::View(part), vec![dy], region.shape);
+        if k + 1 < inputs.len() {
+            return self.vjp_of(y, op, inputs, k, own).map(Some);
+        }
+        // What was there before: all of it when the node went on from it, else all but the region.
+        if region.carry {
+            return Ok(Some(dy));
+        }
+        if matches!(self.nodes[self.storage(inputs[k]).0.index()].op, Op::Empty) {
+            return Ok(None);
+        }
+        let zero = self.fill(region.shape, 0.0);
+        let copy = self.unary(Unary::Copy, dy)?;
+        self.place(zero, copy, Region { carry: false, ..region.clone() }).map(Some)
+    }
+
+    /// As [`Graph::vjp`], for a node with storage of its own.
+    fn vjp_of(&mut self, y: Tensor, op: &Op, inputs: &[Tensor], k: usize, dy: Tensor) -> Result<Tensor> {
         let x = inputs[k];
         let shape = self.shape(x)?;
         match op {
-            Op::Input { .. } | Op::Weight { .. } | Op::Fill(_) => Err(Error::Invalid {
-                what: "gradient".into(),
-                reason: "a value without operands has no operand gradient".into(),
-            }),
+            Op::Input { .. }
+            | Op::Weight { .. }
+            | Op::Fill(_)
+            | Op::Empty
+            | Op::State(_)
+            | Op::LoadRows { .. }
+            | Op::Extra
+            | Op::Custom(_)
+            | Op::Nn(_) => Err(not_differentiable(&format!("{op:?}"))),
+            Op::Place => Ok(dy),
+            Op::Cast => {
+                let dtype = self.dtype(x);
+                self.cast(dy, dtype)
+            }
+            Op::Select => {
+                let zero = self.fill(Shape::scalar(), 0.0);
+                let g = match k {
+                    1 => self.select(inputs[0], dy, zero)?,
+                    2 => self.select(inputs[0], zero, dy)?,
+                    _ => return Err(not_differentiable("the condition of a select")),
+                };
+                self.sum_to(g, shape)
+            }
             Op::Hook { name, when, mirrored: true } => self.hook(dy, &name.clone(), *when, false),
             Op::Hook { .. } => Ok(dy),
             Op::View(view) => self.view_vjp(view, shape, self.shape(y)?, dy),
-            Op::MatMul { .. } => self.matmul_vjp(inputs, k, dy),
+            Op::MatMul { alpha, .. } => self.matmul_vjp(inputs, k, dy, *alpha),
             Op::Unary(f) => {
                 let (f, operand) = match f {
                     Unary::Copy => return Ok(dy),
@@ -196,13 +396,13 @@ impl Graph {
         }
     }
 
-    fn matmul_vjp(&mut self, inputs: &[Tensor], k: usize, dy: Tensor) -> Result<Tensor> {
+    fn matmul_vjp(&mut self, inputs: &[Tensor], k: usize, dy: Tensor, alpha: f32) -> Result<Tensor> {
         let (a, b) = (inputs[0], inputs[1]);
         let target = self.shape(inputs[k])?;
         match k {
             0 => {
                 let bt = self.transpose(b)?;
-                let da = self.matmul(dy, bt, None)?;
+                let da = self.scaled_matmul(dy, bt, None, alpha)?;
                 self.sum_to(da, target)
             }
             1 => {
@@ -219,12 +419,12 @@ impl Graph {
                     if self.shape(a2)?.dims()[0] == batch_of_dy {
                         let dy2 = flat(self, dy)?;
                         let at = self.transpose(a2)?;
-                        let db = self.matmul(at, dy2, None)?;
+                        let db = self.scaled_matmul(at, dy2, None, alpha)?;
                         return self.reshape(db, target.dims());
                     }
                 }
                 let at = self.transpose(a)?;
-                let db = self.matmul(at, dy, None)?;
+                let db = self.scaled_matmul(at, dy, None, alpha)?;
                 self.sum_to(db, target)
             }
             _ => {
@@ -257,6 +457,11 @@ impl Graph {
             if order.iter().all(|i| *i != usize::MAX) {
                 return self.permute(dy, &order);
             }
+        }
+        // A window or slice: the gradient lies in its place, zeros around it.
+        if from.elements() > to.elements() && (0..to.rank()).all(|d| to.dims()[d] <= 1 || view.strides[d] > 0) {
+            let zero = self.fill(from, 0.0);
+            return self.place(dy, zero, Region { shape: to, view: *view, carry: false });
         }
         // A broadcast: sum what was repeated.
         if from.broadcast(&to).is_ok_and(|s| s == to) {

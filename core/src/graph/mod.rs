@@ -11,11 +11,14 @@ mod shape;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-pub use op::{Binary, Fold, Node, Op, Unary, WeightPart};
+pub use op::{Binary, Fold, Node, Op, Region, StateSpec, Unary, WeightPart};
+pub(crate) use autodiff::Sinks;
 pub use shape::{MAX_RANK, Shape, View};
 
+use crate::compile::Category;
 use crate::error::{Error, Result};
 use crate::event::Pass;
+use crate::nn::NnOp;
 use crate::weights::{DType, Segment};
 
 /// A value in a graph. Cheap to copy; meaningless in another graph.
@@ -43,8 +46,29 @@ pub enum HookWhen {
 #[derive(Clone, Debug)]
 pub(crate) struct Visit {
     pub segment: Segment,
-    /// The visit this one mirrors, for visits of the backward pass.
-    pub mirrors: Option<u32>,
+}
+
+/// What a custom function's backward is given.
+#[derive(Clone, Copy, Debug)]
+pub struct CustomGrad<'a> {
+    /// The operands.
+    pub inputs: &'a [Tensor],
+    /// The result.
+    pub output: Tensor,
+    /// The gradient of the result.
+    pub grad: Tensor,
+}
+
+/// Builds the gradients of a custom function's operands, one entry each.
+pub type CustomVjp = Arc<dyn Fn(&mut Graph, CustomGrad<'_>) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
+
+#[derive(Clone)]
+pub(crate) struct Custom(pub CustomVjp);
+
+impl std::fmt::Debug for Custom {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("custom vjp")
+    }
 }
 
 /// A computation being built.
@@ -54,6 +78,11 @@ pub struct Graph {
     segments: HashMap<u32, Segment>,
     visits: Vec<Visit>,
     open_visit: Option<u32>,
+    blocks: u32,
+    open_block: Option<u32>,
+    customs: Vec<Custom>,
+    /// Nodes that write state, in order: they run last.
+    updates: Vec<Tensor>,
     weights: HashMap<(u32, Arc<str>), Tensor>,
     dtypes: HashMap<u32, DType>,
     in_backward: bool,
@@ -87,6 +116,8 @@ pub struct Program {
     pub name: Arc<str>,
     pub(crate) graph: Graph,
     pub(crate) outputs: Vec<(Arc<str>, Tensor)>,
+    /// The same program with the values of its blocks kept instead of computed again: more memory, same bits.
+    pub(crate) kept: Option<Box<Program>>,
 }
 
 impl Program {
@@ -122,6 +153,176 @@ impl Graph {
         Ok(self.push(Op::Input { name: name.into() }, vec![], shape))
     }
 
+    /// As [`Graph::input`], of 32-bit integers: token ids, labels, positions.
+    pub fn input_i32(&mut self, name: &str, shape: impl AsRef<[u64]>) -> Result<Tensor> {
+        let x = self.input(name, shape)?;
+        self.dtypes.insert(x.0, DType::I32);
+        Ok(x)
+    }
+
+    /// Persistent f32 storage, shared by all programs that use the name; zero when a session begins.
+    pub fn state(&mut self, name: &str, shape: Shape, category: Category) -> Tensor {
+        self.push(Op::State(Arc::new(StateSpec { name: name.into(), category, scratch: false })), vec![], shape)
+    }
+
+    /// As [`Graph::state`], but written as the plan goes (gradients, caches) and undefined after a failed run.
+    pub fn scratch(&mut self, name: &str, shape: Shape, category: Category) -> Tensor {
+        self.push(Op::State(Arc::new(StateSpec { name: name.into(), category, scratch: true })), vec![], shape)
+    }
+
+    /// Dense elements `offset ..` of a tensor, under another shape; costs nothing.
+    pub fn window(&mut self, x: Tensor, offset: u64, shape: Shape) -> Result<Tensor> {
+        let from = self.shape(x)?;
+        if offset.checked_add(shape.elements()).is_none_or(|end| end > from.elements()) {
+            return Err(Error::Shape { op: "window", reason: format!("{shape} at {offset} does not lie in {from}") });
+        }
+        let x = self.dense(x)?;
+        Ok(self.push(Op::View(View { offset, strides: shape.dense_strides() }), vec![x], shape))
+    }
+
+    /// Elements `start .. end` along a dimension; costs nothing.
+    pub fn slice(&mut self, x: Tensor, dim: usize, start: u64, end: u64) -> Result<Tensor> {
+        let from = self.shape(x)?;
+        if dim >= from.rank() || start > end || end > from.dims()[dim] {
+            return Err(Error::Shape { op: "slice", reason: format!("{start}..{end} of dimension {dim} does not lie in {from}") });
+        }
+        let mut dims = from.dims().to_vec();
+        dims[dim] = end - start;
+        let strides = from.dense_strides();
+        Ok(self.push(Op::View(View { offset: start * strides[dim], strides }), vec![x], Shape::new(&dims)?))
+    }
+
+    /// Tensors behind one another along a dimension.
+    pub fn concat(&mut self, parts: &[Tensor], dim: usize) -> Result<Tensor> {
+        let fail = |reason: String| Error::Shape { op: "concat", reason };
+        let first = self.shape(*parts.first().ok_or_else(|| fail("there is nothing to join".into()))?)?;
+        let mut dims = first.dims().to_vec();
+        if dim >= dims.len() {
+            return Err(fail(format!("{first} has no dimension {dim}")));
+        }
+        dims[dim] = 0;
+        for part in parts {
+            let s = self.shape(*part)?;
+            let fits = s.rank() == first.rank() && (0..s.rank()).all(|d| d == dim || s.dims()[d] == first.dims()[d]);
+            if !fits {
+                return Err(fail(format!("{s} and {first} differ outside dimension {dim}")));
+            }
+            dims[dim] += s.dims()[dim];
+        }
+        let shape = Shape::new(&dims)?;
+        let mut joined = self.push(Op::Empty, vec![], shape);
+        let (mut at, strides) = (0, shape.dense_strides());
+        for part in parts {
+            let s = self.shape(*part)?;
+            let view = View { offset: at * strides[dim], strides };
+            joined = self.place(*part, joined, Region { shape: s, view, carry: false })?;
+            at += s.dims()[dim];
+        }
+        Ok(joined)
+    }
+
+    /// `into` with `x` written (or, with `carry`, added) at a region.
+    pub fn place(&mut self, x: Tensor, into: Tensor, region: Region) -> Result<Tensor> {
+        let x = self.computed(x)?;
+        self.push_into(Op::Place, vec![x], into, region)
+    }
+
+    /// A node that writes into a region of `into`.
+    pub(crate) fn push_into(&mut self, op: Op, mut inputs: Vec<Tensor>, into: Tensor, region: Region) -> Result<Tensor> {
+        let shape = self.shape(into)?;
+        inputs.push(into);
+        let tensor = self.push(op, inputs, shape);
+        self.nodes[tensor.index()].into = Some(region);
+        Ok(tensor)
+    }
+
+    /// Storage without content, to be written into.
+    pub fn empty(&mut self, shape: Shape) -> Tensor {
+        self.push(Op::Empty, vec![], shape)
+    }
+
+    /// Marks what `build` adds as one block, whose values may be computed again in the backward pass instead of kept.
+    /// Only `x` and the block's other operands from outside are kept. Blocks do not nest.
+    pub fn block<T>(&mut self, build: impl FnOnce(&mut Graph) -> Result<T>) -> Result<T> {
+        if self.open_block.is_some() {
+            return Err(Error::Invalid { what: "block".into(), reason: "blocks do not nest".into() });
+        }
+        self.open_block = Some(self.blocks);
+        self.blocks += 1;
+        let result = build(self);
+        self.open_block = None;
+        result
+    }
+
+    /// A function with a backward of its own: `forward` builds the value from `inputs`, `vjp` the gradients of
+    /// `inputs`. Whatever `forward` builds is not differentiated through.
+    pub fn custom(
+        &mut self,
+        inputs: &[Tensor],
+        forward: impl FnOnce(&mut Graph, &[Tensor]) -> Result<Tensor>,
+        vjp: impl Fn(&mut Graph, CustomGrad<'_>) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let value = forward(self, inputs)?;
+        let shape = self.shape(value)?;
+        self.customs.push(Custom(Arc::new(vjp)));
+        let mut all = vec![value];
+        all.extend(inputs);
+        Ok(self.push(Op::Custom(self.customs.len() as u32 - 1), all, shape))
+    }
+
+    /// Rows of a weight by ids (an [`Graph::input_i32`]); read from the file in every run, whatever the budget.
+    pub fn load_rows(&mut self, segment: &Segment, name: &str, ids: Tensor) -> Result<Tensor> {
+        let entries: Vec<_> = segment.entries.iter().filter(|e| &*e.name == name).collect();
+        let Some(first) = entries.first() else { return Err(missing_weight(segment, name)) };
+        if !matches!(self.node(ids).op, Op::Input { .. }) || self.dtype(ids) != DType::I32 {
+            return Err(Error::Invalid { what: "load_rows".into(), reason: "the ids must be an integer input".into() });
+        }
+        let columns = first.shape.last().copied().unwrap_or(1);
+        let shape = Shape::new(&[self.shape(ids)?.elements(), columns])?;
+        let tensor = self.push(Op::LoadRows { weight: first.weight }, vec![ids], shape);
+        self.dtypes.insert(tensor.0, first.dtype);
+        Ok(tensor)
+    }
+
+    /// `x` as another dtype: f32, f16, bf16 or i32.
+    pub fn cast(&mut self, x: Tensor, dtype: DType) -> Result<Tensor> {
+        if self.dtype(x) == dtype {
+            return Ok(x);
+        }
+        if matches!(dtype, DType::I64 | DType::U8) {
+            return Err(Error::Shape { op: "cast", reason: format!("nothing is computed as {dtype:?}") });
+        }
+        let shape = self.shape(x)?;
+        let y = self.push(Op::Cast, vec![x], shape);
+        self.dtypes.insert(y.0, dtype);
+        Ok(y)
+    }
+
+    /// `cond ≠ 0 ? a : b`, broadcast.
+    pub fn select(&mut self, cond: Tensor, a: Tensor, b: Tensor) -> Result<Tensor> {
+        let shape = self.shape(a)?.broadcast(&self.shape(b)?)?.broadcast(&self.shape(cond)?)?;
+        Ok(self.push(Op::Select, vec![cond, a, b], shape))
+    }
+
+    /// A node of a fused operation, with shapes of its value and of its further results.
+    pub(crate) fn nn(&mut self, op: NnOp, inputs: Vec<Tensor>, shape: Shape, extras: &[Shape]) -> (Tensor, Vec<Tensor>) {
+        let tensor = self.push(Op::Nn(op), inputs, shape);
+        let extras: Vec<Tensor> = extras.iter().map(|s| self.push(Op::Extra, vec![tensor], *s)).collect();
+        self.nodes[tensor.index()].extras = extras.clone();
+        (tensor, extras)
+    }
+
+    /// Adds a node that writes state. Updates run after everything else, in the order in which they are added.
+    pub(crate) fn update(&mut self, op: NnOp, inputs: Vec<Tensor>) -> Tensor {
+        let tensor = self.push(Op::Nn(op), inputs, Shape::scalar());
+        self.updates.push(tensor);
+        tensor
+    }
+
+    pub(crate) fn updates(&self) -> &[Tensor] {
+        &self.updates
+    }
+
     /// A frozen weight of a segment, as stored. All its row pieces in the segment make one tensor. The engine
     /// decides when its segment is loaded; see [`Graph::with`] to decide by hand.
     pub fn weight(&mut self, segment: &Segment, name: &str) -> Result<Tensor> {
@@ -130,13 +331,7 @@ impl Graph {
             return Ok(*tensor);
         }
         let entries: Vec<_> = segment.entries.iter().filter(|e| &*e.name == name).collect();
-        let Some(first) = entries.first() else {
-            return Err(Error::NotFound {
-                what: "weight",
-                name: name.into(),
-                hint: Some(format!("segment `{}` does not hold it", segment.name)),
-            });
-        };
+        let Some(first) = entries.first() else { return Err(missing_weight(segment, name)) };
         let (dtype, mut dims) = (first.dtype, first.shape.clone());
         let mut rows = 0;
         let mut parts = Vec::with_capacity(entries.len());
@@ -171,7 +366,7 @@ impl Graph {
             return Err(Error::Invalid { what: format!("segment `{}`", segment.name), reason: "visits do not nest".into() });
         }
         self.open_visit = Some(self.visits.len() as u32);
-        self.visits.push(Visit { segment: segment.clone(), mirrors: None });
+        self.visits.push(Visit { segment: segment.clone() });
         let result = self.weights_of(segment).and_then(|weights| build(self, &weights));
         self.open_visit = None;
         result
@@ -200,6 +395,28 @@ impl Graph {
     /// `a · b` over the last two dimensions, the leading ones broadcast; `bias` has the last extent of `b`.
     /// `a`: [.., m, k], `b`: [.., k, n], result [.., m, n], f32.
     pub fn matmul(&mut self, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
+        self.scaled_matmul(a, b, bias, 1.0)
+    }
+
+    /// `alpha · (a · b) (+ bias)`, see [`Graph::matmul`].
+    pub fn scaled_matmul(&mut self, a: Tensor, b: Tensor, bias: Option<Tensor>, alpha: f32) -> Result<Tensor> {
+        let shape = self.matmul_shape(a, b, bias)?;
+        let mut inputs = vec![a, b];
+        inputs.extend(bias);
+        Ok(self.push(Op::MatMul { bias: bias.is_some(), alpha }, inputs, shape))
+    }
+
+    /// `start + a · b (+ bias)`: every accumulator starts from `start`, whose storage the result takes over. `start`
+    /// must not be used by anything else.
+    pub(crate) fn matmul_from(&mut self, start: Tensor, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
+        let shape = self.matmul_shape(a, b, bias)?;
+        let region = Region { shape, view: View::dense(&shape), carry: true };
+        let mut inputs = vec![a, b];
+        inputs.extend(bias);
+        self.push_into(Op::MatMul { bias: bias.is_some(), alpha: 1.0 }, inputs, start, region)
+    }
+
+    fn matmul_shape(&self, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Shape> {
         let (sa, sb) = (self.shape(a)?, self.shape(b)?);
         let fail = |reason: String| Err(Error::Shape { op: "matmul", reason });
         if sa.rank() < 2 || sb.rank() < 2 {
@@ -222,10 +439,7 @@ impl Graph {
         }
         let mut dims = batch.dims().to_vec();
         dims.extend([ma[0], mb[1]]);
-        let shape = Shape::new(&dims)?;
-        let mut inputs = vec![a, b];
-        inputs.extend(bias);
-        Ok(self.push(Op::MatMul { bias: bias.is_some() }, inputs, shape))
+        Shape::new(&dims)
     }
 
     /// A function of one operand, elementwise.
@@ -274,7 +488,11 @@ impl Graph {
         let order: Vec<usize> = kept.iter().chain(&folded).copied().collect();
         let x = self.permute(x, &order)?;
         let shape = Shape::new(&kept.iter().map(|d| shape.dims()[*d]).collect::<Vec<_>>())?;
-        Ok(self.push(Op::Reduce { fold, dims: folded.len() }, vec![x], shape))
+        let y = self.push(Op::Reduce { fold, dims: folded.len() }, vec![x], shape);
+        if fold == Fold::Argmax {
+            self.dtypes.insert(y.0, DType::I32);
+        }
+        Ok(y)
     }
 
     /// Mean of all elements, a scalar.
@@ -355,7 +573,9 @@ impl Graph {
     /// `x` dense and in f32: what can be downloaded.
     fn computed(&mut self, x: Tensor) -> Result<Tensor> {
         let (root, _) = self.storage(x);
-        if matches!(self.nodes[root.index()].op, Op::Weight { .. }) { self.unary(Unary::Copy, x) } else { self.dense(x) }
+        let stored = matches!(self.nodes[root.index()].op, Op::Weight { .. } | Op::State(_));
+        let narrow = !matches!(self.dtype(x), DType::F32 | DType::I32);
+        if stored || narrow { self.unary(Unary::Copy, x) } else { self.dense(x) }
     }
 
     /// The shape of a value.
@@ -381,21 +601,40 @@ impl Graph {
             graph.shape(*tensor)?;
             named.push((Arc::from(*name), graph.computed(*tensor)?));
         }
-        Ok(Program { name: "program".into(), graph, outputs: named })
+        Ok(Program { name: "program".into(), graph, outputs: named, kept: None })
     }
 
     /// A program that computes `loss` (one element) and its gradients with respect to `wrt`, as the outputs
     /// `loss`, `grad.0`, `grad.1` …
-    pub fn value_and_grad(mut self, loss: Tensor, wrt: &[Tensor]) -> Result<Program> {
-        let grads = self.gradients(loss, wrt)?;
-        let names: Vec<String> = (0..grads.len()).map(|i| format!("grad.{i}")).collect();
-        let mut outputs = vec![("loss", loss)];
-        outputs.extend(names.iter().map(String::as_str).zip(grads));
-        Ok(self.outputs(&outputs)?.named("step"))
+    pub fn value_and_grad(self, loss: Tensor, wrt: &[Tensor]) -> Result<Program> {
+        self.both_ways(|mut g, recompute| {
+            let grads = g.gradients(loss, wrt, recompute, None)?;
+            let names: Vec<String> = (0..grads.len()).map(|i| format!("grad.{i}")).collect();
+            let mut outputs = vec![("loss", loss)];
+            outputs.extend(names.iter().map(String::as_str).zip(grads));
+            Ok(g.outputs(&outputs)?.named("step"))
+        })
+    }
+
+    /// Builds a program from this graph twice where it has blocks: recomputing their values, and keeping them.
+    pub(crate) fn both_ways(self, build: impl Fn(Graph, bool) -> Result<Program>) -> Result<Program> {
+        if self.blocks == 0 {
+            return build(self, false);
+        }
+        let kept = build(self.clone(), false)?;
+        let mut program = build(self, true)?;
+        program.kept = Some(Box::new(kept));
+        Ok(program)
     }
 
     pub(crate) fn nodes(&self) -> &[Node] {
         &self.nodes
+    }
+
+    /// Bytes of a value's own storage, in whole words.
+    pub(crate) fn bytes(&self, x: Tensor) -> u64 {
+        let dtype = self.dtypes.get(&x.0).copied().unwrap_or(DType::F32);
+        (self.node(x).shape.elements() * dtype.size()).next_multiple_of(4)
     }
 
     pub(crate) fn node(&self, x: Tensor) -> &Node {
@@ -413,8 +652,11 @@ impl Graph {
     /// The value whose storage `x` lies in, and how it lies there.
     pub(crate) fn storage(&self, x: Tensor) -> (Tensor, View) {
         let node = self.node(x);
+        if let (Some(_), Some(into)) = (&node.into, node.inputs.last()) {
+            return (self.storage(*into).0, View::dense(&node.shape));
+        }
         match &node.op {
-            Op::Hook { .. } => self.storage(node.inputs[0]),
+            Op::Hook { .. } | Op::Custom(_) => self.storage(node.inputs[0]),
             Op::View(view) => {
                 let input = node.inputs[0];
                 let (root, base) = self.storage(input);
@@ -426,8 +668,17 @@ impl Graph {
 
     fn push(&mut self, op: Op, inputs: Vec<Tensor>, shape: Shape) -> Tensor {
         let pass = if self.in_backward { Pass::Backward } else { Pass::Forward };
-        self.nodes.push(Node { op, inputs, shape, pass, visit: self.open_visit });
+        let (visit, block) = (self.open_visit, self.open_block);
+        self.nodes.push(Node { op, inputs, shape, pass, visit, block, into: None, extras: Vec::new() });
         Tensor(self.nodes.len() as u32 - 1)
+    }
+}
+
+fn missing_weight(segment: &Segment, name: &str) -> Error {
+    Error::NotFound {
+        what: "weight",
+        name: name.into(),
+        hint: Some(format!("segment `{}` does not hold it", segment.name)),
     }
 }
 

@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use super::{HookWhen, Shape, Tensor, View};
+use crate::compile::Category;
 use crate::event::Pass;
+use crate::nn::NnOp;
 use crate::weights::{SegmentId, WeightId};
 
 /// An elementwise function of up to three broadcast operands.
@@ -81,6 +83,28 @@ pub enum Op {
         /// The segment that brings it.
         segment: SegmentId,
     },
+    /// Rows of a weight, by the ids of the first operand (an input, known to the host): read from the file each time,
+    /// kept in the file's dtype. `[t]` ids give `[t, columns]`.
+    LoadRows {
+        /// The weight.
+        weight: WeightId,
+    },
+    /// Storage of its own that other nodes write into; its content is undefined.
+    Empty,
+    /// Storage that outlives a run and is shared by all programs that name it.
+    State(Arc<StateSpec>),
+    /// A further result of the node that is its operand.
+    Extra,
+    /// The value of the first operand, with a backward of the caller's own for the others.
+    Custom(u32),
+    /// One of the fused operations.
+    Nn(NnOp),
+    /// A dtype conversion, round to nearest even; the node's dtype is the target.
+    Cast,
+    /// `cond ≠ 0 ? a : b`, broadcast; operands cond, a, b.
+    Select,
+    /// Writes its first operand into a region of the last.
+    Place,
     /// The same elements in another arrangement; owns no storage.
     View(View),
     /// As [`Op::View`] of the whole, and calls the user's hook at this place of the stream.
@@ -97,6 +121,8 @@ pub enum Op {
     MatMul {
         /// Whether a third input is the bias.
         bias: bool,
+        /// Factor of the product (the carried accumulator included), applied before the bias.
+        alpha: f32,
     },
     /// One operand, elementwise.
     Unary(Unary),
@@ -133,6 +159,30 @@ pub struct WeightPart {
     pub rows: u64,
 }
 
+/// Persistent storage: adapters, optimizer moments, gradients, caches. f32.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StateSpec {
+    /// Its name, the same in all programs that share it.
+    pub name: Arc<str>,
+    /// What its bytes count as.
+    pub category: Category,
+    /// Scratch is undefined at home and may be written anywhere; all other state is written by updates only, which
+    /// are the last actions of a plan.
+    pub scratch: bool,
+}
+
+/// A part of a larger tensor that a node writes into. The larger tensor is the node's last operand, and the node's
+/// value is that tensor with the part written.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Region {
+    /// Shape of the part.
+    pub shape: Shape,
+    /// Where its elements lie in the larger tensor's storage.
+    pub view: View,
+    /// Whether accumulation starts from what is stored there, instead of from zero.
+    pub carry: bool,
+}
+
 /// A node: an op on values, giving one value.
 #[derive(Clone, Debug)]
 pub struct Node {
@@ -146,4 +196,22 @@ pub struct Node {
     pub pass: Pass,
     /// By-hand visit it belongs to, where there is one.
     pub visit: Option<u32>,
+    /// Block marked for recomputation that it belongs to, where there is one.
+    pub block: Option<u32>,
+    /// Where it writes, if not into storage of its own.
+    pub into: Option<Region>,
+    /// Its further results ([`Op::Extra`] nodes).
+    pub extras: Vec<Tensor>,
+}
+
+impl Node {
+    /// The operands that are read for their values: without the tensor that is written into.
+    pub fn operands(&self) -> &[Tensor] {
+        &self.inputs[..self.inputs.len() - usize::from(self.into.is_some())]
+    }
+
+    /// Shape of what is computed: the region's where the node writes into a larger tensor.
+    pub fn result(&self) -> Shape {
+        self.into.as_ref().map_or(self.shape, |r| r.shape)
+    }
 }

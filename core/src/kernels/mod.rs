@@ -4,6 +4,8 @@
 //! into row pieces, a product is cut with it: along n the pieces give their own columns, along k each piece carries
 //! on from the accumulator that the last one stored, so a cut leaves no trace in any bit.
 
+mod nn;
+
 use ebbtide_shaders as sh;
 
 use crate::caps::Caps;
@@ -46,32 +48,51 @@ pub(crate) type SegmentIndex<'a> = &'a dyn Fn(crate::weights::SegmentId) -> u32;
 /// The kernel calls of a node; empty for nodes that compute nothing (inputs, weights, views) or have no elements.
 pub(crate) fn lower(graph: &Graph, tensor: Tensor, segments: SegmentIndex<'_>, caps: &Caps) -> Result<Vec<Call>> {
     let node = graph.node(tensor);
-    if node.shape.elements() == 0 {
+    if node.result().elements() == 0 {
         return Ok(vec![]);
     }
     let operand = |t: Tensor| Operand::new(graph, t, segments);
+    let out = Content::Value(graph.storage(tensor).0);
     // A sum over nothing is zero; no kernel reads an empty operand.
-    if !matches!(node.op, Op::Fill(_)) && node.inputs.iter().any(|t| graph.node(*t).shape.elements() == 0) {
+    if !matches!(node.op, Op::Fill(_) | Op::Nn(_)) && node.operands().iter().any(|t| graph.node(*t).shape.elements() == 0) {
         return match (&node.op, node.inputs.get(2)) {
             (Op::View(_) | Op::Hook { .. }, _) => Ok(vec![]),
-            (Op::MatMul { bias: true }, Some(bias)) => {
-                elementwise(node, Content::Value(tensor), sh::elementwise_op::COPY, 0.0, &[operand(*bias)?])
+            (Op::MatMul { bias: true, .. }, Some(bias)) => {
+                elementwise(graph, node, tensor, out, sh::elementwise_op::COPY, 0.0, &[operand(*bias)?])
             }
-            (Op::Reduce { fold: Fold::Mean, .. }, _) => Ok(fill(node, Content::Value(tensor), f32::NAN)),
+            (Op::Reduce { fold: Fold::Mean, .. }, _) => Ok(fill(node, out, f32::NAN)),
             (Op::Reduce { fold: Fold::Max | Fold::Argmax, .. }, _) => {
                 Err(Error::Shape { op: "reduce", reason: "the largest of no elements is not defined".into() })
             }
-            _ => Ok(fill(node, Content::Value(tensor), 0.0)),
+            _ if node.into.is_some() => Ok(vec![]),
+            _ => Ok(fill(node, out, 0.0)),
         };
     }
-    let out = Content::Value(tensor);
     let calls = match &node.op {
-        Op::Input { .. } | Op::Weight { .. } | Op::View(_) | Op::Hook { .. } => vec![],
-        Op::MatMul { bias } => matmul(node, out, operand(node.inputs[0])?, operand(node.inputs[1])?, if *bias { Some(operand(node.inputs[2])?) } else { None })?,
-        Op::Unary(f) => elementwise(node, out, unary_code(*f), 0.0, &[operand(node.inputs[0])?])?,
-        Op::Scale(c) => elementwise(node, out, sh::elementwise_op::SCALE, *c, &[operand(node.inputs[0])?])?,
+        Op::Input { .. }
+        | Op::Weight { .. }
+        | Op::View(_)
+        | Op::Hook { .. }
+        | Op::LoadRows { .. }
+        | Op::Empty
+        | Op::State(_)
+        | Op::Extra
+        | Op::Custom(_) => vec![],
+        Op::MatMul { bias, alpha } => {
+            let bias = if *bias { Some(operand(node.inputs[2])?) } else { None };
+            matmul(node, out, operand(node.inputs[0])?, operand(node.inputs[1])?, bias, *alpha)?
+        }
+        Op::Nn(op) => nn::lower(graph, node, op, out, &operand)?,
+        Op::Cast => elementwise(graph, node, tensor, out, sh::elementwise_op::COPY, 0.0, &[operand(node.inputs[0])?])?,
+        Op::Select => {
+            let [c, a, b] = [operand(node.inputs[0])?, operand(node.inputs[1])?, operand(node.inputs[2])?];
+            elementwise(graph, node, tensor, out, sh::elementwise_op::SELECT, 0.0, &[a, b, c])?
+        }
+        Op::Place => place(node, out, operand(node.inputs[0])?)?,
+        Op::Unary(f) => elementwise(graph, node, tensor, out, unary_code(*f), 0.0, &[operand(node.inputs[0])?])?,
+        Op::Scale(c) => elementwise(graph, node, tensor, out, sh::elementwise_op::SCALE, *c, &[operand(node.inputs[0])?])?,
         Op::Binary(f) => {
-            elementwise(node, out, binary_code(*f), 0.0, &[operand(node.inputs[0])?, operand(node.inputs[1])?])?
+            elementwise(graph, node, tensor, out, binary_code(*f), 0.0, &[operand(node.inputs[0])?, operand(node.inputs[1])?])?
         }
         Op::Fill(value) => fill(node, out, *value),
         Op::FillFrom { scale } => fill_from(node, out, *scale, operand(node.inputs[0])?)?,
@@ -145,7 +166,7 @@ fn small(what: &'static str, n: u64) -> Result<u32> {
 
 /// The batch of a product: leading dimensions of the output, merged wherever one stride describes two of them in
 /// every operand. Extents with the strides of a, b and c, outermost first.
-fn batch(out: &Shape, operands: [(&Shape, &View); 2], matrix: u64) -> Result<Vec<(u64, [u64; 3])>> {
+fn batch(out: &Shape, operands: [(&Shape, &View); 3]) -> Result<Vec<(u64, [u64; 3])>> {
     let rank = out.rank() - 2;
     let mut strides = [[0; MAX_RANK]; 3];
     for (s, (shape, view)) in strides.iter_mut().zip(operands) {
@@ -153,12 +174,10 @@ fn batch(out: &Shape, operands: [(&Shape, &View); 2], matrix: u64) -> Result<Vec
         to.extend(&shape.dims()[shape.rank() - 2..]);
         *s = view.broadcast(shape, &Shape::new(&to)?).strides;
     }
-    let mut step = matrix;
     let mut merged: Vec<(u64, [u64; 3])> = Vec::new();
     for d in (0..rank).rev() {
         let n = out.dims()[d];
-        let here = [strides[0][d], strides[1][d], step];
-        step *= n;
+        let here = [strides[0][d], strides[1][d], strides[2][d]];
         if n == 1 {
             continue;
         }
@@ -171,24 +190,28 @@ fn batch(out: &Shape, operands: [(&Shape, &View); 2], matrix: u64) -> Result<Vec
     Ok(merged)
 }
 
-fn matmul(node: &Node, out: Content, a: Operand, b: Operand, bias: Option<Operand>) -> Result<Vec<Call>> {
+fn matmul(node: &Node, out: Content, a: Operand, b: Operand, bias: Option<Operand>, alpha: f32) -> Result<Vec<Call>> {
     const OP: &str = "matmul";
-    let rank = node.shape.rank();
-    let (mut m, n) = (node.shape.dims()[rank - 2], node.shape.dims()[rank - 1]);
+    let shape = node.result();
+    let c = node.into.as_ref().map_or(View::dense(&shape), |r| r.view);
+    let carry = node.into.as_ref().is_some_and(|r| r.carry);
+    let rank = shape.rank();
+    let (mut m, n) = (shape.dims()[rank - 2], shape.dims()[rank - 1]);
+    let (mut c_m, c_n) = (c.strides[rank - 2], c.strides[rank - 1]);
     let k = a.shape.dims()[a.shape.rank() - 1];
     let last_two = |x: &Operand| (x.view.strides[x.shape.rank() - 2], x.view.strides[x.shape.rank() - 1]);
     let ((mut a_m, a_k), (b_k, b_n)) = (last_two(&a), last_two(&b));
-    let mut batch = batch(&node.shape, [(&a.shape, &a.view), (&b.shape, &b.view)], m * n)?;
+    let mut batch = batch(&shape, [(&a.shape, &a.view), (&b.shape, &b.view), (&shape, &c)])?;
     // One matrix for a batch whose rows of `a` follow on evenly: the batch is further rows.
-    if let Some((extent, [sa, 0, _])) = batch.last().copied()
-        && (m == 1 || sa == a_m * m)
+    if let Some((extent, [sa, 0, sc])) = batch.last().copied()
+        && (m == 1 || sa == a_m * m && sc == c_m * m)
     {
-        a_m = if m == 1 { sa } else { a_m };
+        (a_m, c_m) = if m == 1 { (sa, sc) } else { (a_m, c_m) };
         m *= extent;
         batch.pop();
     }
     if batch.len() > 2 {
-        return Err(Error::Shape { op: OP, reason: format!("the batch of {} has more than two uneven dimensions", node.shape) });
+        return Err(Error::Shape { op: OP, reason: format!("the batch of {shape} has more than two uneven dimensions") });
     }
     batch.splice(..0, std::iter::repeat_n((1, [0; 3]), 2 - batch.len()));
     let [(b0, s0), (b1, s1)] = [batch[0], batch[1]];
@@ -221,10 +244,12 @@ fn matmul(node: &Node, out: Content, a: Operand, b: Operand, bias: Option<Operan
         b_n: small(OP, b_n)?,
         c_b0: small(OP, s0[2])?,
         c_b1: small(OP, s1[2])?,
-        c_m: small(OP, n)?,
-        c_n: 1,
+        c_off: small(OP, c.offset)?,
+        c_m: small(OP, c_m)?,
+        c_n: small(OP, c_n)?,
+        carry: u32::from(carry),
         bias_off: small(OP, bias_off)?,
-        alpha: 1.0,
+        alpha,
         ..Default::default()
     };
     let a_content = a.whole(OP)?;
@@ -249,8 +274,8 @@ fn matmul(node: &Node, out: Content, a: Operand, b: Operand, bias: Option<Operan
             Ok(vec![call(base, Content::Weight { segment: *segment, weight: p.weight, piece: p.piece }, true)])
         }
         Source::Weight { segment, parts, row } => {
-            if b.view.offset != 0 || b0 * b1 != 1 {
-                return Err(Error::Shape { op: OP, reason: "a weight in pieces must be read whole, without a batch".into() });
+            if b.view.offset != 0 || b0 * b1 != 1 || alpha != 1.0 {
+                return Err(Error::Shape { op: OP, reason: "a weight in pieces must be read whole, without batch or factor".into() });
             }
             let mut calls = Vec::new();
             for (i, part) in parts.iter().enumerate() {
@@ -261,12 +286,12 @@ fn matmul(node: &Node, out: Content, a: Operand, b: Operand, bias: Option<Operan
                     // Rows are k: go on from the stored accumulator; the bias comes with the last piece.
                     p.k = small(OP, part.rows)?;
                     p.a_off = small(OP, a.view.offset + part.first_row * a_k)?;
-                    p.carry = u32::from(i > 0);
+                    p.carry = u32::from(carry || i > 0);
                     calls.push(call(p, content, last));
                 } else if b_n == *row {
                     // Rows are n: each piece gives its own columns.
                     p.n = small(OP, part.rows)?;
-                    p.c_off = small(OP, part.first_row)?;
+                    p.c_off = small(OP, c.offset + part.first_row * c_n)?;
                     p.bias_off = small(OP, bias_off + part.first_row)?;
                     calls.push(call(p, content, true));
                 } else {
@@ -278,7 +303,7 @@ fn matmul(node: &Node, out: Content, a: Operand, b: Operand, bias: Option<Operan
     }
 }
 
-fn elementwise(node: &Node, out: Content, op: u32, scalar: f32, inputs: &[Operand]) -> Result<Vec<Call>> {
+fn elementwise(graph: &Graph, node: &Node, tensor: Tensor, out: Content, op: u32, scalar: f32, inputs: &[Operand]) -> Result<Vec<Call>> {
     const OP: &str = "elementwise";
     let n = node.shape.elements();
     let strides = |x: &Operand| -> Result<[[u32; 4]; 2]> {
@@ -287,26 +312,62 @@ fn elementwise(node: &Node, out: Content, op: u32, scalar: f32, inputs: &[Operan
     };
     let first = &inputs[0];
     let second = inputs.get(1).unwrap_or(first);
+    let third = inputs.get(2).unwrap_or(first);
     let p = sh::elementwise::Params {
         groups: small(OP, n.div_ceil(1024))?,
         n: small(OP, n)?,
         rank: node.shape.rank() as u32,
         a_off: small(OP, first.view.offset)?,
         b_off: small(OP, second.view.offset)?,
+        c_off: small(OP, third.view.offset)?,
         scalar,
         shape: pack(OP, node.shape.dims())?,
         a_stride: strides(first)?,
         b_stride: strides(second)?,
+        c_stride: strides(third)?,
         ..Default::default()
     };
-    let codes = [op, dtype_code(OP, first.dtype)?, dtype_code(OP, second.dtype)?, 0, sh::F32];
-    let (a, b) = (first.whole(OP)?, second.whole(OP)?);
+    let codes = [
+        op,
+        dtype_code(OP, first.dtype)?,
+        dtype_code(OP, second.dtype)?,
+        dtype_code(OP, third.dtype)?,
+        dtype_code(OP, graph.dtype(tensor))?,
+    ];
+    let (a, b, c) = (first.whole(OP)?, second.whole(OP)?, third.whole(OP)?);
     Ok(vec![Call {
         kernel: kernel(&sh::elementwise::SHADER, &codes),
-        bindings: vec![(a, false), (b, false), (a, false), (out, true)],
+        bindings: vec![(a, false), (b, false), (c, false), (out, true)],
         params: bytemuck::bytes_of(&p).to_vec(),
         groups: n.div_ceil(1024),
         work: n * 4,
+    }])
+}
+
+/// A dense tensor into a region of a larger one.
+fn place(node: &Node, out: Content, x: Operand) -> Result<Vec<Call>> {
+    const OP: &str = "place";
+    let Some(region) = &node.into else {
+        return Err(Error::Shape { op: OP, reason: "there is nothing to write into".into() });
+    };
+    let n = region.shape.elements();
+    let p = sh::place::Params {
+        groups: small(OP, n.div_ceil(1024))?,
+        n: small(OP, n)?,
+        rank: region.shape.rank() as u32,
+        a_off: small(OP, x.view.offset)?,
+        out_off: small(OP, region.view.offset)?,
+        add: u32::from(region.carry),
+        shape: pack(OP, region.shape.dims())?,
+        out_stride: pack(OP, &region.view.strides[..region.shape.rank()])?,
+        ..Default::default()
+    };
+    Ok(vec![Call {
+        kernel: kernel(&sh::place::SHADER, &[]),
+        bindings: vec![(x.whole(OP)?, false), (out, true)],
+        params: bytemuck::bytes_of(&p).to_vec(),
+        groups: n.div_ceil(1024),
+        work: n * 2,
     }])
 }
 
