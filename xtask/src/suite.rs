@@ -4,8 +4,9 @@
 //! status is 1 if any failed. A stage that cannot run here is `skipped` with its reason, never silently left out.
 
 use crate::setup::{self, WasmToolchain};
-use crate::shell::{Failure, Step, cargo, find_program, say};
+use crate::shell::{Failure, Step, cargo, find_program, root, say};
 use crate::web;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// What to run.
@@ -201,37 +202,53 @@ fn on_adapter(step: Step, name: &str) -> Step {
     step.env("EBBTIDE_ADAPTER", name).env("WGPU_ADAPTER_NAME", name)
 }
 
+/// What the stages of the browser need.
+struct Ready {
+    toolchain: WasmToolchain,
+    tools: PathBuf,
+    driver: PathBuf,
+}
+
 fn browser_stages(options: &Options, report: &mut Report) {
     let mut ready = None;
     report.stage("web set-up", || {
-        ready = Some((setup::wasm_toolchain()?, setup::wasm_bindgen()?, setup::browser()?));
+        let (toolchain, tools) = (setup::wasm_toolchain()?, setup::wasm_bindgen()?);
+        ready = Some(Ready {
+            toolchain,
+            tools,
+            driver: setup::browser()?,
+        });
         Ok(())
     });
-    let Some((toolchain, tools, driver)) = ready else {
-        report.skip("page", "the web set-up failed");
-        report.skip("browser", "the web set-up failed");
+    let Some(ready) = ready else {
+        for name in ["page", "browser", "browser kernels"] {
+            report.skip(name, "the web set-up failed");
+        }
         return;
     };
-    report.stage("page", || web::build(&toolchain, &tools));
-    report.stage("browser", || browser_tests(options, &toolchain, &tools, &driver).run());
+    report.stage("page", || web::build(&ready.toolchain, &ready.tools));
+    report.stage("browser", || {
+        browser_tests(options, &ready, &["--package", "ebbtide-web", "--tests"]).run()
+    });
+    // The bodies of the native kernel tests, on the browser's own shader compiler.
+    let kernels = ["--package", "ebbtide-tests", "--test", "kernels_*"];
+    report.stage("browser kernels", || browser_tests(options, &ready, &kernels).run());
 }
 
-/// `web/tests` in headless Chromium; the browser's flags are in `web/webdriver.json`.
-fn browser_tests(
-    options: &Options,
-    toolchain: &WasmToolchain,
-    tools: &std::path::Path,
-    driver: &std::path::Path,
-) -> Step {
-    let step = toolchain
+/// Tests of one package in headless Chromium, with the browser's flags of `web/webdriver.json`.
+fn browser_tests(options: &Options, ready: &Ready, selection: &[&str]) -> Step {
+    let step = ready
+        .toolchain
         .cargo("test")
-        .args(["--package", "ebbtide-web", "--tests"])
+        .args(["--no-fail-fast"])
+        .args(selection)
         .env(
             "CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUNNER",
-            tools.join("wasm-bindgen-test-runner"),
+            ready.tools.join("wasm-bindgen-test-runner"),
         )
-        .env("CHROMEDRIVER", driver)
-        // SwiftShader compiles pipelines on two cores; the runner's own limit is 20 s for all tests together.
+        .env("CHROMEDRIVER", &ready.driver)
+        .env("WASM_BINDGEN_TEST_WEBDRIVER_JSON", root().join("web/webdriver.json"))
+        // SwiftShader compiles pipelines on two cores; the runner's own limit is 20 s for all tests of a file.
         .env("WASM_BINDGEN_TEST_TIMEOUT", if options.long { "3600" } else { "900" });
     if options.long {
         step.env("EBBTIDE_LONG", "1")
