@@ -345,7 +345,7 @@ impl<'a> Lowering<'a> {
     }
 
     fn weights_shape(&self) -> WeightsShape {
-        let needs: Vec<Vec<Need>> = self.steps.iter().map(|s| s.iter().map(Step::need).collect()).collect();
+        let needs: Vec<Vec<Need>> = self.steps.iter().map(|s| steps::needs(s)).collect();
         let mut automatic: Vec<(u32, Vec<u64>, usize)> = Vec::new();
         let (mut by_hand, mut at_once, mut touched) = (BTreeSet::new(), 0, BTreeMap::new());
         for need in needs.iter().flatten() {

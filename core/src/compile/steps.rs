@@ -3,6 +3,7 @@
 //! Dead code never becomes a step. An input is uploaded just before its first use, so that it holds no memory
 //! before; outputs are downloaded at the end, so that nothing waits for a readback inside a step.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::plan::Content;
@@ -61,6 +62,27 @@ impl Step {
         }
         need
     }
+}
+
+/// What each step needs. A by-hand visit holds its segment from its first use to its last, through steps of the visit
+/// that read something else: what the user holds gives way to nothing.
+pub(crate) fn needs(steps: &[Step]) -> Vec<Need> {
+    let mut needs: Vec<Need> = steps.iter().map(Step::need).collect();
+    let mut spans: HashMap<u32, (usize, usize)> = HashMap::new();
+    for (t, need) in needs.iter().enumerate() {
+        if let Some((_, visit)) = need.by_hand {
+            spans.entry(visit).or_insert((t, t)).1 = t;
+        }
+    }
+    for (t, (step, need)) in steps.iter().zip(&mut needs).enumerate() {
+        if let Some((segment, visit)) = step.visit
+            && need.by_hand.is_none()
+            && spans.get(&visit).is_some_and(|(first, last)| (*first..=*last).contains(&t))
+        {
+            need.by_hand = Some((segment, visit));
+        }
+    }
+    needs
 }
 
 /// The steps of a program, in order.
