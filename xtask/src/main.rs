@@ -5,6 +5,7 @@
 //! it cannot install something (another system, not root) it names the command to run and fails.
 #![allow(clippy::print_stdout, clippy::print_stderr)] // a command-line tool speaks on the terminal
 
+mod page;
 mod serve;
 mod setup;
 mod shell;

@@ -28,6 +28,18 @@ pub fn run(folder: &Path, port: u16) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Serves a folder on a free port, which is returned, for as long as this process runs.
+pub fn spawn(folder: &Path) -> Result<u16, Failure> {
+    let listen = || {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        Ok((listener.local_addr()?.port(), listener))
+    };
+    let (port, listener) = listen().map_err(|e: std::io::Error| Failure::new(format!("no port to serve on: {e}")))?;
+    let folder = folder.to_path_buf();
+    std::thread::spawn(move || accept(&listener, &folder));
+    Ok(port)
+}
+
 fn accept(listener: &TcpListener, folder: &Path) {
     for stream in listener.incoming().flatten() {
         let folder = folder.to_path_buf();

@@ -3,6 +3,7 @@
 //! A failing stage does not hide the ones after it: all run, and the last line names each with its result. The exit
 //! status is 1 if any failed. A stage that cannot run here is `skipped` with its reason, never silently left out.
 
+use crate::page;
 use crate::setup::{self, WasmToolchain};
 use crate::shell::{Failure, Step, cargo, find_program, root, say};
 use crate::web;
@@ -226,7 +227,10 @@ fn browser_stages(options: &Options, report: &mut Report) {
         }
         return;
     };
-    report.stage("page", || web::build(&ready.toolchain, &ready.tools));
+    report.stage("page", || {
+        web::build(&ready.toolchain, &ready.tools)?;
+        page::check(&ready.driver)
+    });
     report.stage("browser", || {
         browser_tests(options, &ready, &["--package", "ebbtide-web", "--tests"]).run()
     });
