@@ -20,9 +20,11 @@ use std::sync::Arc;
 pub use budget::Budget;
 pub use plan::{
     Action, Binding, Breakdown, Category, Content, Kernel, Place, Plan, Port, Ring, SegmentLayout, Slot, SlotId,
-    SlotTable,
+    SlotTable, StatePort,
 };
 pub use verify::verify;
+
+use serde::Serialize;
 
 use crate::caps::{ALIGN, Caps};
 use crate::error::{Bytes, Error, Result};
@@ -39,9 +41,24 @@ const MAX_CHUNK: u64 = 16 << 20;
 /// Most chunks of a ring.
 const MAX_CHUNKS: u32 = 3;
 
+/// Whether the values of marked blocks are kept for the backward pass or computed again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Kept where the budget holds everything with them, else computed again.
+    #[default]
+    Auto,
+    /// Computed again.
+    On,
+    /// Kept; the floor is higher.
+    Off,
+}
+
 /// How programs are lowered.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
+    /// What becomes of the values of marked blocks. The results have the same bits.
+    pub recompute: Recompute,
     /// The set runs one plan once: nothing is resident before or after it.
     pub once: bool,
     /// `keep_free: 0`: weight slots are made before each load and really destroyed after each eviction.
@@ -59,6 +76,8 @@ pub struct PlanSet {
     pub table: SlotTable,
     /// The segments, with their layout.
     pub segments: Vec<SegmentLayout>,
+    /// The state arrays.
+    pub states: Vec<StatePort>,
     /// Content of the uniform buffer.
     pub uniforms: Vec<u8>,
     /// Content of weight slots at home: (slot, segment).
@@ -77,6 +96,8 @@ pub struct PlanSet {
     pub weight_bytes: u64,
     /// Weight bytes held by resident segments.
     pub resident_bytes: u64,
+    /// Whether block values are computed again in the backward pass.
+    pub recomputes: bool,
     /// The options it was compiled with.
     pub options: Options,
 }
@@ -116,21 +137,34 @@ pub fn compile_with(
     if programs.is_empty() {
         return Err(Error::Invalid { what: "programs".into(), reason: "there are none to compile".into() });
     }
-    let mut lowering = Lowering::new(programs, catalog, caps)?;
-    let shape = lowering.weights_shape();
-    let base = lowering.base_bytes(shape.floor_ring());
-    let floor = base + shape.floor_slots();
-    let (mut upload, mut readback, mut room) = (shape.floor_ring(), FLOOR_READBACK, u64::MAX);
-    grow(&mut upload, &mut room, shape.largest().iter().sum());
-    grow(&mut readback, &mut room, lowering.largest_output());
-    let all = base + shape.all_slots() + (u64::MAX - room);
-    let set_by = lowering.floor_set_by(&shape);
-    let bytes = budget.resolve(floor, base, shape.touched, all);
-    if bytes < floor {
-        return Err(Error::BudgetBelowFloor { asked: Bytes(bytes), floor: Bytes(floor), set_by });
+    let kept: Vec<&Program> = programs.iter().map(|p| p.kept.as_deref().unwrap_or(p)).collect();
+    let again: Vec<&Program> = programs.iter().collect();
+    let has_blocks = programs.iter().any(|p| p.kept.is_some());
+    let (first, second) = match options.recompute {
+        Recompute::Off => (kept, None),
+        Recompute::On => (again, None),
+        Recompute::Auto => (again, has_blocks.then_some(kept)),
+    };
+    let lean = Candidate::new(first, catalog, caps)?;
+    let rich = second.map(|p| Candidate::new(p, catalog, caps)).transpose()?;
+    // The floor is the lean one's; everything resident means everything, kept values too.
+    let all = rich.as_ref().map_or(lean.all, |r| r.all.max(lean.all));
+    let bytes = budget.resolve(lean.floor, lean.base, lean.shape.touched, all);
+    if bytes < lean.floor {
+        let set_by = lean.lowering.floor_set_by(&lean.shape);
+        return Err(Error::BudgetBelowFloor { asked: Bytes(bytes), floor: Bytes(lean.floor), set_by });
     }
+    let floor = lean.floor;
+    let recomputes = has_blocks && options.recompute != Recompute::Off && rich.as_ref().is_none_or(|r| bytes < r.all);
+    let chosen = match rich {
+        Some(rich) if !recomputes => rich,
+        _ => lean,
+    };
+    let Candidate { mut lowering, shape, base, .. } = chosen;
+    let set_by = lowering.floor_set_by(&shape);
     let residence = shape.reside(bytes - base);
-    let set = lowering.finish(&shape, residence, Limits { budget: bytes, floor, all, base, set_by }, options)?;
+    let limits = Limits { budget: bytes, floor, all, base, set_by, recomputes };
+    let set = lowering.finish(&shape, residence, limits, options)?;
     for (i, plan) in set.plans.iter().chain([&set.to_home]).enumerate() {
         let home_at_entry = i < set.plans.len();
         verify(plan, &set, caps, home_at_entry)?;
@@ -138,7 +172,31 @@ pub fn compile_with(
     Ok(set)
 }
 
+/// One way to lower the programs, with the sums that decide about budgets.
+struct Candidate<'a> {
+    lowering: Lowering<'a>,
+    shape: WeightsShape,
+    base: u64,
+    floor: u64,
+    all: u64,
+}
+
+impl<'a> Candidate<'a> {
+    fn new(programs: Vec<&'a Program>, catalog: &Catalog, caps: &Caps) -> Result<Candidate<'a>> {
+        let lowering = Lowering::new(programs, catalog, caps)?;
+        let shape = lowering.weights_shape();
+        let base = lowering.base_bytes(shape.floor_ring());
+        let floor = base + shape.floor_slots();
+        let (mut upload, mut readback, mut room) = (shape.floor_ring(), FLOOR_READBACK, u64::MAX);
+        grow(&mut upload, &mut room, shape.largest().iter().sum());
+        grow(&mut readback, &mut room, lowering.largest_output());
+        let all = base + shape.all_slots() + (u64::MAX - room);
+        Ok(Candidate { lowering, shape, base, floor, all })
+    }
+}
+
 struct Limits {
+    recomputes: bool,
     budget: u64,
     floor: u64,
     all: u64,
@@ -243,8 +301,9 @@ impl WeightsShape {
 
 /// The state of compiling: steps and slots that do not depend on the budget.
 struct Lowering<'a> {
-    programs: &'a [Program],
+    programs: Vec<&'a Program>,
     steps: Vec<Vec<Step>>,
+    states: Vec<StatePort>,
     segments: Vec<SegmentLayout>,
     /// Where each value lies: (program, value) → slot.
     values: HashMap<(u32, Tensor), SlotId>,
@@ -257,10 +316,10 @@ struct Lowering<'a> {
 }
 
 impl<'a> Lowering<'a> {
-    fn new(programs: &'a [Program], catalog: &Catalog, caps: &Caps) -> Result<Lowering<'a>> {
+    fn new(programs: Vec<&'a Program>, catalog: &Catalog, caps: &Caps) -> Result<Lowering<'a>> {
         let mut segments: Vec<SegmentLayout> = Vec::new();
         let mut index: HashMap<u32, u32> = HashMap::new();
-        for program in programs {
+        for program in &programs {
             for node in program.graph.nodes() {
                 if let crate::graph::Op::Weight { segment, .. } = &node.op
                     && !index.contains_key(&segment.0)
@@ -278,6 +337,7 @@ impl<'a> Lowering<'a> {
         let mut lowering = Lowering {
             programs,
             steps,
+            states: Vec::new(),
             segments,
             values: HashMap::new(),
             slots: Vec::new(),
@@ -291,25 +351,38 @@ impl<'a> Lowering<'a> {
         Ok(lowering)
     }
 
+    /// State arrays get slots of their own, all other values share.
     fn place_values(&mut self, caps: &Caps) -> Result<()> {
         let mut spans: BTreeMap<(u32, Tensor), (u32, u32)> = BTreeMap::new();
+        let mut named: BTreeMap<Arc<str>, (u64, crate::graph::StateSpec, Vec<(u32, Tensor)>)> = BTreeMap::new();
         for (p, steps) in self.steps.iter().enumerate() {
+            let graph = &self.programs[p].graph;
             for (t, step) in steps.iter().enumerate() {
                 for v in step.values() {
-                    let span = spans.entry((p as u32, v)).or_insert((t as u32, t as u32));
+                    let key = (p as u32, v);
+                    if let crate::graph::Op::State(spec) = &graph.node(v).op {
+                        let bytes = graph.bytes(v);
+                        let entry = named.entry(spec.name.clone()).or_insert((bytes, (**spec).clone(), Vec::new()));
+                        if (entry.0, &entry.1) != (bytes, &**spec) {
+                            let reason = format!("programs disagree about `{}`: {} and {bytes} bytes", spec.name, entry.0);
+                            return Err(Error::Shape { op: "state", reason });
+                        }
+                        entry.2.push(key);
+                        continue;
+                    }
+                    let span = spans.entry(key).or_insert((t as u32, t as u32));
                     span.1 = t as u32;
                 }
             }
         }
+        let limit = self.max_binding.min(caps.max_buffer);
         let mut intervals = Vec::with_capacity(spans.len());
         for ((program, value), (first, last)) in &spans {
-            let bytes = self.programs[*program as usize].graph.node(*value).shape.elements() * 4;
-            if bytes > self.max_binding.min(caps.max_buffer) {
-                return Err(Error::Limit {
-                    what: format!("a value of shape {}", self.programs[*program as usize].graph.node(*value).shape),
-                    need: bytes,
-                    have: self.max_binding.min(caps.max_buffer),
-                });
+            let graph = &self.programs[*program as usize].graph;
+            let bytes = graph.bytes(*value);
+            if bytes > limit {
+                let what = format!("a value of shape {}", graph.node(*value).shape);
+                return Err(Error::Limit { what, need: bytes, have: limit });
             }
             intervals.push(slots::Interval { program: *program, first: *first, last: *last, bytes });
         }
@@ -317,18 +390,26 @@ impl<'a> Lowering<'a> {
         for (key, slot) in spans.keys().zip(place) {
             self.values.insert(*key, SlotId(slot));
         }
-        self.slots = sizes
-            .into_iter()
-            .map(|bytes| Slot { category: Category::Activations, buffers: vec![bytes], dynamic: false })
-            .collect();
+        let slot = |category, bytes| Slot { category, buffers: vec![bytes], dynamic: false };
+        self.slots = sizes.into_iter().map(|bytes| slot(Category::Activations, bytes)).collect();
+        for (name, (bytes, spec, users)) in named {
+            if bytes > limit {
+                return Err(Error::Limit { what: format!("state `{name}`"), need: bytes, have: limit });
+            }
+            let id = SlotId(self.slots.len() as u32);
+            self.slots.push(slot(spec.category, bytes));
+            self.states.push(StatePort { name, bytes, slot: id, scratch: spec.scratch });
+            self.values.extend(users.into_iter().map(|key| (key, id)));
+        }
         Ok(())
     }
 
     fn place_params(&mut self) {
-        for call in self.steps.iter().flatten().filter_map(|s| match &s.kind {
+        let calls = self.steps.iter().flatten().filter_map(|s| match &s.kind {
             StepKind::Call(call) => Some(call),
             _ => None,
-        }) {
+        });
+        for call in calls {
             if !self.params.contains_key(&call.params) {
                 let at = (self.uniforms.len() as u64).next_multiple_of(ALIGN) as usize;
                 self.uniforms.resize(at, 0);
@@ -474,13 +555,15 @@ impl<'a> Lowering<'a> {
             all: limits.all,
             weight_bytes: shape.touched,
             segments: std::mem::take(&mut self.segments),
+            states: std::mem::take(&mut self.states),
+            recomputes: limits.recomputes,
             options,
         })
     }
 
     fn largest_output(&self) -> u64 {
-        let bytes = |p: &Program| p.outputs.iter().map(|(_, t)| p.graph.node(*t).shape.elements() * 4).max().unwrap_or(0);
-        self.programs.iter().map(bytes).max().unwrap_or(0)
+        let bytes = |p: &Program| p.outputs.iter().map(|(_, t)| p.graph.bytes(p.graph.storage(*t).0)).max().unwrap_or(0);
+        self.programs.iter().map(|p| bytes(p)).max().unwrap_or(0)
     }
 
     /// A program's steps with its loads and evictions between them, as actions.
@@ -493,13 +576,11 @@ impl<'a> Lowering<'a> {
         options: Options,
     ) -> Result<Plan> {
         let steps = &self.steps[p as usize];
-        let value = |t: Tensor, write: bool| Binding {
-            content: Content::Value(t),
-            slot: self.values.get(&(p, t)).copied().unwrap_or(SlotId(u32::MAX)),
-            buffer: 0,
-            offset: 0,
-            size: program.graph.node(t).shape.elements() * 4,
-            write,
+        let value = |t: Tensor, write: bool| {
+            let slot = self.values.get(&(p, t)).copied().unwrap_or(SlotId(u32::MAX));
+            let state = self.states.iter().position(|s| s.slot == slot);
+            let content = state.map_or(Content::Value(t), |i| Content::State(i as u32));
+            Binding { content, slot, buffer: 0, offset: 0, size: program.graph.bytes(t), write }
         };
         let mut actions = Vec::with_capacity(steps.len() * 2);
         // Index of each step's own action, and the loads that wait to learn it.
@@ -529,6 +610,9 @@ impl<'a> Lowering<'a> {
             let Some(step) = steps.get(t) else { break };
             actions.push(match &step.kind {
                 StepKind::Upload { input, value: v } => Action::Upload { input: *input, to: value(*v, true) },
+                StepKind::LoadRows { weight, input, value: v } => {
+                    Action::LoadRows { weight: *weight, input: *input, to: value(*v, true) }
+                }
                 StepKind::Download { output, value: v } => Action::Download { output: *output, from: value(*v, false) },
                 StepKind::Hook { name, when, value: v } => {
                     Action::Hook { name: name.clone(), when: *when, pass: step.pass, value: v.map(|v| value(v, false)) }
@@ -537,6 +621,8 @@ impl<'a> Lowering<'a> {
                     let mut bindings = Vec::with_capacity(call.bindings.len());
                     for (content, write) in &call.bindings {
                         bindings.push(match content {
+                            // Kernels name a state by its node, like any value.
+                            Content::State(_) => continue,
                             Content::Value(v) => value(*v, *write),
                             Content::Weight { segment, weight, piece } => {
                                 let found = schedule.found[t].iter().find(|(s, _)| s == segment);
@@ -573,15 +659,18 @@ impl<'a> Lowering<'a> {
                 }
             });
         }
+        // What only has to be there at home is loaded before the first update: from there on nothing may fail.
+        let first_update = steps.iter().position(|s| s.update).unwrap_or(steps.len());
+        let updates_from = at_step[first_update];
         for (load, step) in waiting {
             if let Action::Load { by, .. } = &mut actions[load] {
-                *by = at_step[step];
+                *by = at_step[step.min(first_update)];
             }
         }
         let fills = fill_order(&actions);
         let port = |(name, t): (&Arc<str>, Tensor)| {
-            let shape = program.graph.node(t).shape;
-            Port { name: name.clone(), bytes: shape.elements() * 4, shape }
+            let bytes = program.graph.bytes(program.graph.storage(t).0);
+            Port { name: name.clone(), bytes, shape: program.graph.node(t).shape }
         };
         let inputs = program.graph.nodes().iter().enumerate().filter_map(|(i, n)| match &n.op {
             crate::graph::Op::Input { name } => Some(port((name, Tensor(i as u32)))),
@@ -592,6 +681,7 @@ impl<'a> Lowering<'a> {
             actions,
             inputs: inputs.collect(),
             outputs: program.outputs.iter().map(|(name, t)| port((name, *t))).collect(),
+            updates_from,
             fills,
         })
     }
@@ -605,7 +695,7 @@ fn fill_order(actions: &[Action]) -> Vec<u32> {
         .enumerate()
         .filter_map(|(i, a)| match a {
             Action::Load { by, .. } => Some((*by, i as u32)),
-            Action::Upload { .. } => Some((i as u32, i as u32)),
+            Action::Upload { .. } | Action::LoadRows { .. } => Some((i as u32, i as u32)),
             _ => None,
         })
         .collect();
@@ -618,7 +708,7 @@ fn to_home(home: &[(SlotId, u32)]) -> Plan {
     let by = home.len() as u32;
     let load = |(slot, segment): &(SlotId, u32)| Action::Load { segment: *segment, slot: *slot, by, pass: Pass::Forward };
     let actions: Vec<Action> = home.iter().map(load).collect();
-    Plan { name: "to home".into(), fills: fill_order(&actions), actions, inputs: vec![], outputs: vec![] }
+    Plan { name: "to home".into(), fills: fill_order(&actions), actions, inputs: vec![], outputs: vec![], updates_from: by }
 }
 
 /// Grows a ring within `spare` bytes: up to three chunks, each up to 16 MiB but no larger than `useful`.

@@ -253,6 +253,8 @@ pub enum Content {
     },
     /// A value of the program's graph.
     Value(Tensor),
+    /// A state array (index into [`PlanSet::states`](super::PlanSet)).
+    State(u32),
 }
 
 /// One storage binding.
@@ -339,6 +341,15 @@ pub enum Action {
         /// Where it goes.
         to: Binding,
     },
+    /// The rows of an embedding that this batch needs, from the file into a slot, through the ring.
+    LoadRows {
+        /// The weight.
+        weight: WeightId,
+        /// Index of the input that holds the ids.
+        input: u32,
+        /// Where the rows go.
+        to: Binding,
+    },
     /// An output, through the ring.
     Download {
         /// Index of the output in the program's outputs.
@@ -380,6 +391,19 @@ pub struct Port {
     pub shape: crate::graph::Shape,
 }
 
+/// A state array of a set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StatePort {
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its bytes, f32.
+    pub bytes: u64,
+    /// The slot that it alone uses.
+    pub slot: SlotId,
+    /// Undefined at home.
+    pub scratch: bool,
+}
+
 /// One program's actions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
@@ -391,7 +415,9 @@ pub struct Plan {
     pub inputs: Vec<Port>,
     /// The outputs.
     pub outputs: Vec<Port>,
-    /// Indices of `Load` and `Upload` actions in the order in which their bytes go through the ring.
+    /// Index of the first update: from here on state is written, and nothing can fail but the device.
+    pub updates_from: u32,
+    /// Indices of `Load`, `Upload` and `LoadRows` actions in the order in which their bytes go through the ring.
     pub fills: Vec<u32>,
 }
 
@@ -417,6 +443,9 @@ impl fmt::Display for Plan {
                     writeln!(f, " {}x{}", grid[0], grid[1])?;
                 }
                 Action::Upload { input, to } => writeln!(f, "{i:6} upload {} -> s{}", self.inputs[*input as usize].name, to.slot.0)?,
+                Action::LoadRows { input, to, .. } => {
+                    writeln!(f, "{i:6} load rows of {} -> s{}", self.inputs[*input as usize].name, to.slot.0)?;
+                }
                 Action::Download { output, from } => {
                     writeln!(f, "{i:6} download {} <- s{}", self.outputs[*output as usize].name, from.slot.0)?;
                 }

@@ -225,7 +225,8 @@ fn victim(
         }
         let next = uses.get(&s).and_then(|list| list.last().copied());
         let at_home = kept.is_some_and(|home| home.get(k) == Some(&Some(s)));
-        (next.unwrap_or(if at_home { steps } else { steps + 1 }), usize::MAX - k)
+        // At a tie the one that has been free for longest: its load has the widest window.
+        (next.unwrap_or(if at_home { steps } else { steps + 1 }), usize::MAX - slots[k].last_use)
     };
     (0..slots.len()).max_by_key(|k| key(*k)).unwrap_or(0)
 }

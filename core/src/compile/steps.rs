@@ -13,10 +13,12 @@ use crate::error::Result;
 use crate::event::Pass;
 use crate::graph::{HookWhen, Op, Program, Tensor};
 use crate::kernels::{self, Call, SegmentIndex};
+use crate::weights::WeightId;
 
 #[derive(Clone, Debug)]
 pub(crate) enum StepKind {
     Upload { input: u32, value: Tensor },
+    LoadRows { weight: WeightId, input: u32, value: Tensor },
     Call(Call),
     Hook { name: Arc<str>, when: HookWhen, value: Option<Tensor> },
     Download { output: u32, value: Tensor },
@@ -28,20 +30,22 @@ pub(crate) struct Step {
     pub pass: Pass,
     /// Segment and visit, where the step belongs to a by-hand visit.
     pub visit: Option<(u32, u32)>,
+    /// Writes state: runs after everything else.
+    pub update: bool,
 }
 
 impl Step {
     /// The values that the step reads or writes.
     pub fn values(&self) -> Vec<Tensor> {
         match &self.kind {
-            StepKind::Upload { value, .. } | StepKind::Download { value, .. } => vec![*value],
+            StepKind::Upload { value, .. } | StepKind::LoadRows { value, .. } | StepKind::Download { value, .. } => vec![*value],
             StepKind::Hook { value, .. } => value.iter().copied().collect(),
             StepKind::Call(call) => call
                 .bindings
                 .iter()
                 .filter_map(|(c, _)| match c {
                     Content::Value(t) => Some(*t),
-                    Content::Weight { .. } => None,
+                    Content::Weight { .. } | Content::State(_) => None,
                 })
                 .collect(),
         }
@@ -89,7 +93,7 @@ pub(crate) fn needs(steps: &[Step]) -> Vec<Need> {
 pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) -> Result<Vec<Step>> {
     let graph = &program.graph;
     let mut live = vec![false; graph.nodes().len()];
-    for (_, t) in &program.outputs {
+    for t in program.outputs.iter().map(|(_, t)| t).chain(graph.updates()) {
         live[t.index()] = true;
     }
     for i in (0..live.len()).rev() {
@@ -104,14 +108,14 @@ pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) 
         .filter(|t| matches!(graph.node(*t).op, Op::Input { .. }))
         .collect();
     let mut uploaded = vec![false; inputs.len()];
-    let mut steps = Vec::new();
+    let (mut steps, mut updates) = (Vec::new(), Vec::new());
     let upload = |t: Tensor, pass: Pass, uploaded: &mut Vec<bool>, steps: &mut Vec<Step>| {
         let (root, _) = graph.storage(t);
         if let Some(i) = inputs.iter().position(|x| *x == root)
             && !std::mem::replace(&mut uploaded[i], true)
             && graph.node(root).shape.elements() > 0
         {
-            steps.push(Step { kind: StepKind::Upload { input: i as u32, value: root }, pass, visit: None });
+            steps.push(Step { kind: StepKind::Upload { input: i as u32, value: root }, pass, visit: None, update: false });
         }
     };
     for (i, node) in graph.nodes().iter().enumerate() {
@@ -124,26 +128,61 @@ pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) 
             if let Some(t) = value {
                 upload(t, node.pass, &mut uploaded, &mut steps);
             }
-            steps.push(Step { kind: StepKind::Hook { name: name.clone(), when: *when, value }, pass: node.pass, visit });
+            steps.push(Step { kind: StepKind::Hook { name: name.clone(), when: *when, value }, pass: node.pass, visit, update: false });
+            continue;
+        }
+        if let Op::LoadRows { weight } = &node.op {
+            let input = inputs.iter().position(|x| *x == node.inputs[0]).unwrap_or(usize::MAX) as u32;
+            if node.shape.elements() > 0 {
+                let kind = StepKind::LoadRows { weight: *weight, input, value: Tensor(i as u32) };
+                steps.push(Step { kind, pass: node.pass, visit: None, update: false });
+            }
             continue;
         }
         let calls = kernels::lower(graph, Tensor(i as u32), segments, caps)?;
+        let calls: Vec<Call> = calls.into_iter().flat_map(|c| cut(c, caps.work_per_submission)).collect();
+        let update = graph.updates().contains(&Tensor(i as u32));
         if !calls.is_empty() {
             for t in &node.inputs {
                 upload(*t, node.pass, &mut uploaded, &mut steps);
             }
         }
-        steps.extend(calls.into_iter().map(|c| Step { kind: StepKind::Call(c), pass: node.pass, visit }));
+        let step = |c| Step { kind: StepKind::Call(c), pass: node.pass, visit, update };
+        if update { updates.extend(calls.into_iter().map(step)) } else { steps.extend(calls.into_iter().map(step)) }
     }
     for (o, (_, t)) in program.outputs.iter().enumerate() {
         let (root, _) = graph.storage(*t);
         upload(root, graph.node(root).pass, &mut uploaded, &mut steps);
         if graph.node(root).shape.elements() > 0 {
             let kind = StepKind::Download { output: o as u32, value: root };
-            steps.push(Step { kind, pass: graph.node(root).pass, visit: None });
+            steps.push(Step { kind, pass: graph.node(root).pass, visit: None, update: false });
         }
     }
+    steps.extend(updates);
     Ok(steps)
+}
+
+/// Cuts a dispatch that would take longer than a submission may into ranges of its workgroups. Every kernel maps a
+/// group's number to its piece of the output, so the bits are the same.
+fn cut(call: Call, work_per_submission: u64) -> Vec<Call> {
+    let parts = call.work.div_ceil(work_per_submission.max(1)).clamp(1, call.groups.max(1));
+    if parts == 1 {
+        return vec![call];
+    }
+    let size = call.groups.div_ceil(parts);
+    let mut cuts = Vec::new();
+    let mut first = 0;
+    while first < call.groups {
+        let end = call.groups.min(first + size);
+        let mut part = call.clone();
+        // Every parameter block begins with the first group and the end of the range.
+        part.params[..4].copy_from_slice(&(first as u32).to_le_bytes());
+        part.params[4..8].copy_from_slice(&(end as u32).to_le_bytes());
+        (part.groups, part.work) = (end - first, call.work * (end - first) / call.groups);
+        cuts.push(part);
+        first = end;
+    }
+    cuts
 }
 
 #[cfg(test)]

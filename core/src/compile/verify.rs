@@ -19,6 +19,8 @@ enum Held {
     /// A load is writing it.
     Filling(u32),
     Value(crate::graph::Tensor),
+    /// A state array, for ever.
+    State(u32),
 }
 
 struct Simulation<'a> {
@@ -31,6 +33,7 @@ struct Simulation<'a> {
     windows: BTreeMap<u32, Vec<(SlotId, u32)>>,
     live: u64,
     at: usize,
+    updates_from: usize,
 }
 
 /// Checks a plan of a set. `home_at_entry` is false for the one plan that begins with empty slots.
@@ -48,7 +51,13 @@ pub fn verify(plan: &Plan, set: &PlanSet, caps: &Caps, home_at_entry: bool) -> R
         windows: BTreeMap::new(),
         live: 0,
         at: 0,
+        updates_from: plan.updates_from as usize,
     };
+    for (i, state) in set.states.iter().enumerate() {
+        let size = sim.slot(state.slot)?.bytes();
+        sim.check(size >= state.bytes, || format!("state `{}` does not fit its slot", state.name))?;
+        sim.held[state.slot.index()] = Held::State(i as u32);
+    }
     let mut sum = Breakdown::default();
     for slot in &table.slots {
         for bytes in &slot.buffers {
@@ -80,10 +89,15 @@ pub fn verify(plan: &Plan, set: &PlanSet, caps: &Caps, home_at_entry: bool) -> R
     for (i, action) in plan.actions.iter().enumerate() {
         sim.at = i;
         sim.close_windows(i as u32)?;
+        let updating = i >= sim.updates_from;
+        sim.check(!updating || matches!(action, Action::Dispatch { .. } | Action::Evict { .. }), || {
+            "something that can fail comes after the first update".into()
+        })?;
+        sim.check(!updating || sim.windows.is_empty(), || "a load's window reaches into the updates".into())?;
         sim.step(plan, action)?;
         if let Action::Load { by, .. } = action {
             ring_order.push((*by, i as u32));
-        } else if matches!(action, Action::Upload { .. }) {
+        } else if matches!(action, Action::Upload { .. } | Action::LoadRows { .. }) {
             ring_order.push((i as u32, i as u32));
         }
         peak = peak.max(fixed + sim.live);
@@ -212,6 +226,11 @@ impl Simulation<'_> {
                 self.place(to)?;
                 self.write(to)?;
             }
+            Action::LoadRows { input, to, .. } => {
+                self.check((*input as usize) < plan.inputs.len(), || format!("input {input} does not exist"))?;
+                self.place(to)?;
+                self.write(to)?;
+            }
             Action::Download { output, from } => {
                 let port = plan.outputs.get(*output as usize);
                 self.check(port.is_some_and(|p| p.bytes == from.size), || format!("output {output} does not fit"))?;
@@ -252,16 +271,22 @@ impl Simulation<'_> {
         let right = match b.content {
             Content::Weight { segment, .. } => held == Held::Segment(segment),
             Content::Value(t) => held == Held::Value(t),
+            Content::State(i) => held == Held::State(i),
         };
         self.check(right, || format!("slot {} is read for {:?} but holds {held:?}", b.slot.0, b.content))
     }
 
     fn write(&mut self, b: &Binding) -> Result<()> {
+        let held = self.held[b.slot.index()];
+        if let Content::State(i) = b.content {
+            let free = self.at >= self.updates_from || self.set.states.get(i as usize).is_some_and(|s| s.scratch);
+            self.check(held == Held::State(i), || format!("state #{i} is written in slot {}, which holds {held:?}", b.slot.0))?;
+            return self.check(free, || format!("state #{i} is written before the updates"));
+        }
         let Content::Value(t) = b.content else {
             return Err(Error::Plan { action: self.at, reason: "a weight is written".into() });
         };
-        let held = self.held[b.slot.index()];
-        self.check(!matches!(held, Held::Filling(_) | Held::Segment(_)), || format!("slot {} is written while it holds {held:?}", b.slot.0))?;
+        self.check(!matches!(held, Held::Filling(_) | Held::Segment(_) | Held::State(_)), || format!("slot {} is written while it holds {held:?}", b.slot.0))?;
         self.held[b.slot.index()] = Held::Value(t);
         Ok(())
     }

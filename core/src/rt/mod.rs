@@ -24,6 +24,16 @@ pub enum ChunkMemory {
     Scratch(Vec<u8>),
 }
 
+impl ChunkMemory {
+    /// The bytes, to be written.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        match self {
+            ChunkMemory::Mapped(view) => crate::gpu::mapped_bytes(view),
+            ChunkMemory::Scratch(bytes) => bytes,
+        }
+    }
+}
+
 /// One read of a chunk: bytes of a source to a place in the chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Read {
@@ -71,10 +81,7 @@ pub struct Done {
 
 impl Job {
     async fn run(mut self) -> Done {
-        let bytes = match &mut self.memory {
-            ChunkMemory::Mapped(view) => crate::gpu::mapped_bytes(view),
-            ChunkMemory::Scratch(bytes) => bytes.as_mut_slice(),
-        };
+        let bytes = self.memory.bytes();
         let mut result = Ok(());
         let mut end = 0;
         for read in &self.table.reads[self.reads.start as usize..self.reads.end as usize] {

@@ -120,14 +120,26 @@ impl UploadRing {
         Ok(true)
     }
 
+    /// An idle chunk for a part that the session fills itself; [`UploadRing::end`] hands it back.
+    pub fn begin(&mut self, recorder: &Recorder) -> Result<Option<(u32, ChunkMemory)>> {
+        self.take(recorder)
+    }
+
+    /// A part that the session filled.
+    pub fn end(&mut self, part: Part, chunk: u32, memory: ChunkMemory) {
+        self.issued.push_back(Issued { part, chunk, ready: Some(memory) });
+    }
+
+    /// A chunk that could not be filled: idle again.
+    pub fn give_up(&mut self, chunk: u32, memory: ChunkMemory) {
+        self.memory[chunk as usize] = Some(memory);
+    }
+
     /// Fills a part from the caller's memory, if a chunk is idle.
     pub fn put(&mut self, recorder: &Recorder, part: Part, bytes: &[u8]) -> Result<bool> {
-        let Some((chunk, mut memory)) = self.take(recorder)? else { return Ok(false) };
-        match &mut memory {
-            ChunkMemory::Mapped(view) => crate::gpu::mapped_bytes(view)[..bytes.len()].copy_from_slice(bytes),
-            ChunkMemory::Scratch(scratch) => scratch[..bytes.len()].copy_from_slice(bytes),
-        }
-        self.issued.push_back(Issued { part, chunk, ready: Some(memory) });
+        let Some((chunk, mut memory)) = self.begin(recorder)? else { return Ok(false) };
+        memory.bytes()[..bytes.len()].copy_from_slice(bytes);
+        self.end(part, chunk, memory);
         Ok(true)
     }
 

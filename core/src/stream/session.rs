@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::feed::{Part, ReadbackRing, UploadRing};
 use super::slots::{Store, uniform_buffer};
-use crate::compile::{Action, Binding, Content, Plan, PlanSet, SlotId, verify};
+use crate::compile::{Action, Binding, Content, Plan, PlanSet, SlotId, StatePort, verify};
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, NoEvents, Pass};
 use crate::gpu::{Buffer, Device, Dispatch, Pipeline, Recorder, foreign};
 use crate::rt::{Read, Reads};
-use crate::weights::Catalog;
+use crate::weights::{Catalog, WeightId};
+use rows::{Rows, check_ids};
 
 /// Cancels a run from anywhere: looked at between actions and during waits.
 #[derive(Clone, Debug, Default)]
@@ -114,6 +115,8 @@ pub struct Session {
     reads: Arc<Reads>,
     /// Per segment, its chunks in order.
     chunks: Vec<Vec<Chunk>>,
+    /// Weights of which single rows are read.
+    rows: HashMap<WeightId, Rows>,
     store: Store,
     upload: UploadRing,
     readback: ReadbackRing,
@@ -136,6 +139,13 @@ impl Session {
         }
         device.ledger().set_budget(Some(device.ledger().active() + set.budget));
         let (reads, chunks) = chunk_table(catalog, &set)?;
+        let mut rows = HashMap::new();
+        for action in set.plans.iter().flat_map(|p| &p.actions) {
+            if let Action::LoadRows { weight: id, .. } = action {
+                let weight = catalog.weight(*id);
+                rows.insert(*id, Rows::new(catalog.sources()[weight.source].clone(), weight));
+            }
+        }
         let recorder = Recorder::new(device.clone());
         let store = Store::new(device, &set.table).await?;
         let mut upload = UploadRing::new(device, set.table.upload).await?;
@@ -147,6 +157,7 @@ impl Session {
             set: Arc::new(set),
             reads: Arc::new(reads),
             chunks,
+            rows,
             store,
             upload,
             readback,
@@ -218,6 +229,7 @@ impl Session {
             hint: Some(format!("the set has {}", set.plans.len())),
         })?;
         check_inputs(plan_ref, inputs)?;
+        check_ids(plan_ref, inputs, &self.rows)?;
         self.device.check()?;
         self.settle(events).await?;
         outputs.clear_for(plan_ref);
@@ -255,6 +267,65 @@ impl Session {
         self.execute(&set.to_home, usize::MAX, &[], &Cancel::new(), &mut NoEvents, &mut ignored).await?;
         self.unsettled = false;
         Ok(())
+    }
+
+    /// The bytes of a state array (f32, dense). Between runs only.
+    pub async fn read_state(&mut self, name: &str) -> Result<Vec<u8>> {
+        let state = self.state(name)?;
+        let mut bytes = vec![0; state.bytes as usize];
+        let upload = &mut self.upload;
+        let from = (self.store.buffer(state.slot, 0), 0);
+        self.readback.fetch(&mut self.recorder, from, &mut bytes, &|| Ok(()), &mut |r| upload.submitted(r)).await?;
+        self.device.check()?;
+        Ok(bytes)
+    }
+
+    /// Sets a state array (f32, dense). Between runs only.
+    pub async fn write_state(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        let state = self.state(name)?;
+        if bytes.len() as u64 != state.bytes {
+            let reason = format!("`{name}` has {} bytes, but {} were given", state.bytes, bytes.len());
+            return Err(Error::Shape { op: "write_state", reason });
+        }
+        self.settle(&mut NoEvents).await?;
+        let to = self.store.buffer(state.slot, 0).clone();
+        self.put_all(&to, bytes).await
+    }
+
+    fn state(&self, name: &str) -> Result<StatePort> {
+        let states = &self.set.states;
+        states.iter().find(|s| &*s.name == name).cloned().ok_or_else(|| Error::NotFound {
+            what: "state",
+            name: name.into(),
+            hint: Some(format!("there are {:?}", states.iter().map(|s| &*s.name).collect::<Vec<_>>())),
+        })
+    }
+
+    /// Goes over to another set, one with a program more for instance: state arrays that both name keep their
+    /// content. The new set's plans are verified before anything of the old one is given up.
+    pub async fn adopt(mut self, catalog: &Catalog, set: PlanSet) -> Result<Session> {
+        for plan in &set.plans {
+            verify(plan, &set, self.device.caps(), true)?;
+        }
+        let mut carried = Vec::new();
+        for state in self.set.states.clone().iter().filter(|s| !s.scratch) {
+            match set.states.iter().find(|s| s.name == state.name) {
+                Some(new) if new.bytes != state.bytes => {
+                    let reason = format!("`{}` has {} bytes here and {} there", state.name, state.bytes, new.bytes);
+                    return Err(Error::Shape { op: "adopt", reason });
+                }
+                Some(_) => carried.push((state.name.clone(), self.read_state(&state.name).await?)),
+                None => {}
+            }
+        }
+        let (device, hook) = (self.device.clone(), self.hook.take());
+        drop(self);
+        let mut session = Session::new(&device, catalog, set).await?;
+        for (name, bytes) in carried {
+            session.write_state(&name, &bytes).await?;
+        }
+        session.hook = hook;
+        Ok(session)
     }
 
     async fn abandon(&mut self) {
@@ -305,15 +376,21 @@ impl Session {
     /// The parameter blocks go to the device once, through the ring like everything else.
     async fn write_uniforms(&mut self) -> Result<()> {
         let set = self.set.clone();
+        match self.uniforms.as_ref().map(|u| u.raw().clone()) {
+            Some(uniforms) => self.put_all(&uniforms, &set.uniforms).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Host bytes into a buffer, outside of any run.
+    async fn put_all(&mut self, to: &wgpu::Buffer, bytes: &[u8]) -> Result<()> {
         let chunk = self.upload.chunk();
-        for (i, bytes) in set.uniforms.chunks(chunk as usize).enumerate() {
+        for (i, bytes) in bytes.chunks(chunk as usize).enumerate() {
             let part = Part { action: 0, part: i as u32, len: bytes.len() as u32 };
             while !self.upload.put(&self.recorder, part, bytes)? {
                 self.free_a_chunk(&|| Ok(())).await?;
             }
-            if let Some(uniforms) = &self.uniforms {
-                self.upload.record(&mut self.recorder, (uniforms.raw(), i as u64 * chunk))?;
-            }
+            self.upload.record(&mut self.recorder, (to, i as u64 * chunk))?;
         }
         self.flush()
     }
@@ -413,3 +490,4 @@ struct Progress {
 }
 
 mod execute;
+mod rows;

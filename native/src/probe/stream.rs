@@ -160,7 +160,7 @@ pub async fn measure(args: &StreamArgs, cancel: &Cancel) -> anyhow::Result<Strea
     check_shapes(&catalog, 1, &up, &UP)?;
     let program = founding_program(&catalog, args.rounds, args.manual)?;
     // The plan comes first: a budget that cannot be kept is refused before any GPU work.
-    let options = Options { once: true, keep_free_0: args.keep_free_0 };
+    let options = Options { once: true, keep_free_0: args.keep_free_0, ..Options::default() };
     compile::compile_with(std::slice::from_ref(&program), &catalog, &ebbtide::Caps::webgpu_defaults(), budget, options)?;
 
     let device = engine::open_device(args.device.as_deref()).await?;

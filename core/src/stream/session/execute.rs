@@ -1,7 +1,9 @@
 //! One run of a plan.
 
+use super::rows::ids_of;
 use super::*;
 use crate::graph::HookWhen;
+use crate::weights::WeightId;
 
 impl Session {
     pub(super) async fn execute(
@@ -13,20 +15,23 @@ impl Session {
         events: &mut dyn EventSink,
         outputs: &mut Outputs,
     ) -> Result<()> {
-        let stop = || if cancel.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) };
+        let updating = std::cell::Cell::new(false);
+        let stop = || if cancel.is_cancelled() && !updating.get() { Err(Error::Cancelled) } else { Ok(()) };
         let set = self.set.clone();
         let bound_all = self.bound.clone();
         let mut bound = bound_all.get(index).map(|b| b.iter()).unwrap_or_default();
         let mut progress = Progress { fill: 0, part: 0, complete: 0, parts_done: 0, at: 0 };
         for (i, action) in plan.actions.iter().enumerate() {
+            // Once the first update is recorded the step is done: stopping now would leave half of it.
             stop()?;
+            updating.set(i >= plan.updates_from as usize && !plan.actions.is_empty());
             progress.at = i;
             // Everything that this action may need must be recorded before it.
             self.complete_until(plan, inputs, i as u32, &mut progress, &stop, events, outputs).await?;
             match action {
                 // A load runs by itself inside its window; an upload's window is its own place.
                 Action::Load { .. } => {}
-                Action::Upload { .. } => {
+                Action::Upload { .. } | Action::LoadRows { .. } => {
                     progress.at = i + 1;
                     self.complete_until(plan, inputs, i as u32, &mut progress, &stop, events, outputs).await?;
                 }
@@ -151,6 +156,30 @@ impl Session {
         }
     }
 
+    /// Reads bytes `start ..` of the rows that the ids name into a chunk, if one is idle.
+    async fn put_rows(&mut self, part: Part, weight: WeightId, ids: &[u8], start: u64) -> Result<bool> {
+        let Some((chunk, mut memory)) = self.upload.begin(&self.recorder)? else { return Ok(false) };
+        let rows = self.rows.get(&weight).ok_or_else(|| Error::NotFound {
+            what: "weight",
+            name: format!("#{}", weight.0),
+            hint: None,
+        });
+        let result = match rows {
+            Ok(rows) => rows.read(ids, start, &mut memory.bytes()[..part.len as usize]).await,
+            Err(error) => Err(error),
+        };
+        match result {
+            Ok(()) => {
+                self.upload.end(part, chunk, memory);
+                Ok(true)
+            }
+            Err(error) => {
+                self.upload.give_up(chunk, memory);
+                Err(error)
+            }
+        }
+    }
+
     /// Does what can be done without waiting: starts reads, takes note of finished ones, records ready copies.
     async fn advance(
         &mut self,
@@ -182,6 +211,12 @@ impl Session {
                         let part = Part { action: *fill, part: progress.part, len: (end - start) as u32 };
                         let parts = (bytes.len() as u64).div_ceil(chunk) as u32;
                         (self.upload.put(&self.recorder, part, &bytes[start..end])?, parts)
+                    }
+                    Action::LoadRows { weight, input, to } => {
+                        let start = u64::from(progress.part) * chunk;
+                        let part = Part { action: *fill, part: progress.part, len: (to.size - start).min(chunk) as u32 };
+                        let ids = ids_of(plan, *input, inputs);
+                        (self.put_rows(part, *weight, ids, start).await?, to.size.div_ceil(chunk) as u32)
                     }
                     _ => return Err(Error::Plan { action: *fill as usize, reason: "it does not use the ring".into() }),
                 };
@@ -215,7 +250,7 @@ impl Session {
                     }
                     whole
                 }
-                Action::Upload { to, .. } => {
+                Action::Upload { to, .. } | Action::LoadRows { to, .. } => {
                     let at = u64::from(part.part) * self.upload.chunk();
                     self.upload.record(&mut self.recorder, (self.store.buffer(to.slot, to.buffer), at))?;
                     at + u64::from(part.len) == to.size
