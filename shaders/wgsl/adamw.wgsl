@@ -1,6 +1,7 @@
 // One AdamW step with decoupled decay over a state array, in place; nothing at all when control word 0 is set.
 //
-// Rates, decay and bias corrections come from the host in f64 precision. In place: no group may run twice.
+// Rate, decay and bias corrections change from step to step: an input, computed by the host in f64. In place: no group may run
+// twice.
 
 struct Params {
     first_group: u32, // linear id of this dispatch's first workgroup
@@ -8,23 +9,20 @@ struct Params {
     n: u32, // elements
     off: u32, // first element, the same in all four arrays
     use_clip: u32, // 1: gradients are multiplied by control word 1; 0: taken as they are
-    decay: f32, // 1 - rate * weight decay
-    rate: f32, // learning rate
     beta1: f32, // decay of the first moment
     rest1: f32, // 1 - beta1
     beta2: f32, // decay of the second moment
     rest2: f32, // 1 - beta2
-    unbias1: f32, // 1 / (1 - beta1 ^ step)
-    unbias2: f32, // 1 / (1 - beta2 ^ step)
     eps: f32, // added to the root of the second moment
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> grads: array<f32>; // grads [n]
 @group(0) @binding(2) var<storage, read> control: array<u32>; // control [3] of clip_scale: non-finite, factor, norm
-@group(0) @binding(3) var<storage, read_write> values: array<f32>; // values [n]
-@group(0) @binding(4) var<storage, read_write> m: array<f32>; // first moment [n]
-@group(0) @binding(5) var<storage, read_write> v: array<f32>; // second moment [n]
+@group(0) @binding(3) var<storage, read> hyper: array<f32>; // hyper [8]: rate, 1 - rate * weight decay, 1 / (1 - beta1 ^ step), 1 / (1 - beta2 ^ step)
+@group(0) @binding(4) var<storage, read_write> values: array<f32>; // values [n]
+@group(0) @binding(5) var<storage, read_write> m: array<f32>; // first moment [n]
+@group(0) @binding(6) var<storage, read_write> v: array<f32>; // second moment [n]
 
 @compute @workgroup_size(256)
 fn main(
@@ -49,9 +47,9 @@ fn main(
         let g = grads[at] * clip;
         let first = fma(p.rest1, g, p.beta1 * m[at]);
         let second = fma(p.rest2 * g, g, p.beta2 * v[at]);
-        let step = first * p.unbias1 / (sqrt(second * p.unbias2) + p.eps);
+        let step = first * hyper[2] / (sqrt(second * hyper[3]) + p.eps);
         m[at] = first;
         v[at] = second;
-        values[at] = fma(-p.rate, step, values[at] * p.decay);
+        values[at] = fma(-hyper[0], step, values[at] * hyper[1]);
     }
 }

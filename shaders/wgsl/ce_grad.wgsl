@@ -1,4 +1,4 @@
-// dlogits = (softmax - onehot) * scale * dloss[row] for a block of the vocabulary; 0 where the label is negative (masked).
+// dlogits = (softmax - onehot) * scale * dloss[token] for a block of the vocabulary; 0 where the label is negative (masked).
 
 struct Params {
     first_group: u32, // linear id of this dispatch's first workgroup
@@ -7,14 +7,15 @@ struct Params {
     width: u32, // logits of this block
     first: u32, // vocabulary index of the block's first logit
     stride: u32, // distance of two rows of the block, in logits and in dlogits
+    first_row: u32, // token of the block's first row: rows of stats, labels and dloss count from token 0
     scale: f32, // factor of all: 1 / unmasked tokens where the loss is their mean
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> logits: array<f32>; // logits [rows, width], rows stride apart
-@group(0) @binding(2) var<storage, read> stats: array<f32>; // stats [rows, 3] of ce_lse, finished
-@group(0) @binding(3) var<storage, read> labels: array<i32>; // labels [rows]; negative: masked
-@group(0) @binding(4) var<storage, read> dloss: array<f32>; // dloss [rows], gradient of each token's loss
+@group(0) @binding(2) var<storage, read> stats: array<f32>; // stats [tokens, 3] of ce_lse, finished
+@group(0) @binding(3) var<storage, read> labels: array<i32>; // labels [tokens]; negative: masked
+@group(0) @binding(4) var<storage, read> dloss: array<f32>; // dloss [tokens], gradient of each token's loss
 @group(0) @binding(5) var<storage, read_write> dlogits: array<f32>; // dlogits [rows, width], rows stride apart
 
 @compute @workgroup_size(256)
@@ -29,11 +30,12 @@ fn main(
     }
     let chunks = (p.width + 1023u) / 1024u;
     let row = group / chunks;
-    let largest = stats[row * 3u];
-    let sum = stats[row * 3u + 1u];
-    let label = u32(labels[row]) - p.first;
-    let masked = labels[row] < 0;
-    let factor = p.scale * dloss[row];
+    let token = row + p.first_row;
+    let largest = stats[token * 3u];
+    let sum = stats[token * 3u + 1u];
+    let label = u32(labels[token]) - p.first;
+    let masked = labels[token] < 0;
+    let factor = p.scale * dloss[token];
     for (var i = 0u; i < 4u; i++) {
         let col = group % chunks * 1024u + i * 256u + lane;
         if (col >= p.width) {

@@ -10,13 +10,14 @@ struct Params {
     width: u32, // logits of this block; a multiple of 1,024 unless the block is the last
     first: u32, // vocabulary index of the block's first logit, a multiple of 1,024
     stride: u32, // distance of two rows of the block
+    first_row: u32, // token of the block's first row: rows of labels and stats count from token 0
     start: u32, // 1: the block is the first, nothing is read from stats; 0: it goes on
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> logits: array<f32>; // logits [rows, width], rows stride apart
-@group(0) @binding(2) var<storage, read> labels: array<i32>; // labels [rows]; negative: masked
-@group(0) @binding(3) var<storage, read_write> stats: array<f32>; // stats [rows, 3]: maximum, sum, label's logit
+@group(0) @binding(2) var<storage, read> labels: array<i32>; // labels [tokens]; negative: masked
+@group(0) @binding(3) var<storage, read_write> stats: array<f32>; // stats [tokens, 3]: maximum, sum, label's logit
 
 var<workgroup> lanes: array<f32, 256>;
 
@@ -58,11 +59,12 @@ fn main(
         return;
     }
     let at = group * p.stride;
+    let row = group + p.first_row;
     var largest = -1e30;
     var sum = 0.0;
     if (p.start == 0u) {
-        largest = stats[group * 3u];
-        sum = stats[group * 3u + 1u];
+        largest = stats[row * 3u];
+        sum = stats[row * 3u + 1u];
     }
     for (var chunk = 0u; chunk < p.width; chunk += 1024u) {
         let end = min(chunk + 1024u, p.width);
@@ -83,13 +85,13 @@ fn main(
     }
     workgroupBarrier();
     if (lane == 0u) {
-        stats[group * 3u] = largest;
-        stats[group * 3u + 1u] = sum;
-        let label = u32(labels[group]) - p.first;
-        if (labels[group] >= 0 && label < p.width) {
-            stats[group * 3u + 2u] = logits[at + label];
+        stats[row * 3u] = largest;
+        stats[row * 3u + 1u] = sum;
+        let label = u32(labels[row]) - p.first;
+        if (labels[row] >= 0 && label < p.width) {
+            stats[row * 3u + 2u] = logits[at + label];
         } else if (p.start == 1u) {
-            stats[group * 3u + 2u] = 0.0;
+            stats[row * 3u + 2u] = 0.0;
         }
     }
 }

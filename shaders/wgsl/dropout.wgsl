@@ -12,7 +12,6 @@ struct Params {
     n: u32, // features of a position
     seed: u32, // seed of the run
     site: u32, // which dropout: layer and place in it
-    step: u32, // optimizer step
     first_position: u32, // position of a row's first entry
     threshold: u32, // probability * 2^32: smaller random words drop
     scale: f32, // 1 / (1 - probability)
@@ -21,7 +20,8 @@ struct Params {
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> x: array<f32>; // x [b, t, n]
 @group(0) @binding(2) var<storage, read> ids: array<u32>; // row ids [b]
-@group(0) @binding(3) var<storage, read_write> y: array<f32>; // y [b, t, n]
+@group(0) @binding(3) var<storage, read> step: array<u32>; // optimizer step [1]: an input, since parameters are written once
+@group(0) @binding(4) var<storage, read_write> y: array<f32>; // y [b, t, n]
 
 // High word of a product: WGSL has no 64-bit integer.
 fn high(a: u32, b: u32) -> u32 {
@@ -63,7 +63,7 @@ fn main(
     }
     let quad = index % quads;
     let token = index / quads;
-    let counter = vec4<u32>(quad, p.first_position + token % p.t, ids[token / p.t], p.step);
+    let counter = vec4<u32>(quad, p.first_position + token % p.t, ids[token / p.t], step[0]);
     let random = philox(counter, vec2<u32>(p.seed, p.site));
     for (var i = 0u; i < min(4u, p.n - quad * 4u); i++) {
         let at = token * p.n + quad * 4u + i;

@@ -2,7 +2,7 @@
 //
 // One f32 accumulator an output, over ascending k, by explicit fma: this order is the definition of the op, so every other
 // tiling, and every cut along m, n or (through carry) k, gives the same bits. Strides make all transposed forms and the
-// broadcast of grouped heads one kernel.
+// broadcast of grouped heads one kernel; u32 arithmetic wraps, so a stride over k may be negative: a sum over descending k.
 
 struct Params {
     first_group: u32, // linear id of this dispatch's first workgroup

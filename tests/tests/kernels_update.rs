@@ -95,22 +95,34 @@ async fn anything_that_is_not_finite_sets_its_bits_and_nothing_else_does(gpu: &G
     assert_eq!(run(&outside).await, 16);
 }
 
-/// Parameters of one step, as the host computes them.
-fn step(n: u32, off: u32, step: i32) -> adamw::Params {
+/// What changes from step to step, as the host computes it.
+fn hyper(step: i32) -> [f32; 8] {
     let (beta1, beta2, rate, decay) = (0.9f64, 0.999f64, 1e-2f64, 0.1f64);
+    let unbias = |beta: f64| (1.0 / (1.0 - beta.powi(step))) as f32;
+    [
+        rate as f32,
+        (1.0 - rate * decay) as f32,
+        unbias(beta1),
+        unbias(beta2),
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
+}
+
+/// Parameters of all steps.
+fn step(n: u32, off: u32) -> adamw::Params {
+    let (beta1, beta2) = (0.9f64, 0.999f64);
     adamw::Params {
         groups: n.div_ceil(1024),
         n,
         off,
         use_clip: 1,
-        decay: (1.0 - rate * decay) as f32,
-        rate: rate as f32,
         beta1: beta1 as f32,
         rest1: (1.0 - beta1) as f32,
         beta2: beta2 as f32,
         rest2: (1.0 - beta2) as f32,
-        unbias1: (1.0 / (1.0 - beta1.powi(step))) as f32,
-        unbias2: (1.0 / (1.0 - beta2.powi(step))) as f32,
         eps: 1e-8,
         ..Default::default()
     }
@@ -126,17 +138,26 @@ async fn five_steps_of_adamw_equal_the_twin(gpu: &Gpu) {
         let clip = 0.5f32;
         for i in 1..=5 {
             let grads = random.units(size);
-            let p = step(n, off, i);
+            let (p, hyper) = (step(n, off), hyper(i));
             let control = [0, clip.to_bits(), 0];
             let bufs = [
                 Buf::In(&words(&grads)),
                 Buf::In(&control),
+                Buf::In(&words(&hyper)),
                 Buf::InOut(&values),
                 Buf::InOut(&m),
                 Buf::InOut(&v),
             ];
             let mut got = gpu.run_every_way(&adamw::SHADER, &[], &p, &bufs).await;
-            cpu::adamw(&p, &doubles(&grads), f64::from(clip), &mut values64, &mut m64, &mut v64);
+            cpu::adamw(
+                &p,
+                &doubles(&grads),
+                f64::from(clip),
+                &doubles(&hyper),
+                &mut values64,
+                &mut m64,
+                &mut v64,
+            );
             (v, m, values) = (got.pop().unwrap(), got.pop().unwrap(), got.pop().unwrap());
             near("values", &floats(&values), &values64, STRICT);
             near("m", &floats(&m), &m64, STRICT);
@@ -152,21 +173,23 @@ async fn adamw_changes_nothing_after_a_step_that_was_not_finite(gpu: &Gpu) {
         .collect();
     let grads = vec![0x7fc0_0000; 2000];
     let control = [1, 0x7fc0_0000, 0x7fc0_0000];
+    let hyper = words(&hyper(1));
     let bufs = [
         Buf::In(&grads),
         Buf::In(&control),
+        Buf::In(&hyper),
         Buf::InOut(&before[0]),
         Buf::InOut(&before[1]),
         Buf::InOut(&before[2]),
     ];
-    let after = gpu.run_every_way(&adamw::SHADER, &[], &step(2000, 0, 1), &bufs).await;
+    let after = gpu.run_every_way(&adamw::SHADER, &[], &step(2000, 0), &bufs).await;
     for (after, before) in after.iter().zip(&before) {
         same_words("untouched", after, before);
     }
     // Without clipping the factor is not read.
     let clean = adamw::Params {
         use_clip: 0,
-        ..step(2000, 0, 1)
+        ..step(2000, 0)
     };
     let ones = words(&vec![1.0; 2000]);
     let bufs = [&[Buf::In(&ones), Buf::In(&[0, 0x7fc0_0000, 0])], &bufs[2..]].concat();
@@ -182,7 +205,6 @@ async fn dropout_equals_its_twin_and_depends_on_nothing_but_its_counters(gpu: &G
         n: 33,
         seed: 1234,
         site: 7,
-        step: 99,
         threshold: (probability * 4_294_967_296.0) as u32,
         scale: (1.0 / (1.0 - probability)) as f32,
         ..Default::default()
@@ -194,15 +216,16 @@ async fn dropout_equals_its_twin_and_depends_on_nothing_but_its_counters(gpu: &G
     let ids = [5u32, 900, 17];
     let mut random = Random::new(3);
     let x: Vec<f32> = random.units(3 * 31 * 33).iter().map(|x| x + 2.0).collect();
-    let run = async |p: dropout::Params, x: &[f32], ids: &[u32]| {
+    let run_at = async |step: u32, p: dropout::Params, x: &[f32], ids: &[u32]| {
         let p = sized(p);
-        let bufs = [Buf::In(&words(x)), Buf::In(ids), Buf::Fresh(x.len())];
+        let bufs = [Buf::In(&words(x)), Buf::In(ids), Buf::In(&[step]), Buf::Fresh(x.len())];
         let got = gpu.run_every_way(&dropout::SHADER, &[], &p, &bufs).await.remove(0);
         let mut want = vec![0.0; x.len()];
-        cpu::dropout(&p, x, ids, &mut want);
+        cpu::dropout(&p, x, ids, &[step], &mut want);
         near("dropout", &floats(&got), &doubles(&want), EXACT);
         got
     };
+    let run = async |p: dropout::Params, x: &[f32], ids: &[u32]| run_at(99, p, x, ids).await;
     let all = run(whole, &x, &ids).await;
     let dropped = all.iter().filter(|w| **w == 0).count() as f64 / all.len() as f64;
     assert!((dropped - probability).abs() < 0.03, "dropped {dropped}");
@@ -225,7 +248,6 @@ async fn dropout_equals_its_twin_and_depends_on_nothing_but_its_counters(gpu: &G
     for other in [
         dropout::Params { seed: 1235, ..whole },
         dropout::Params { site: 8, ..whole },
-        dropout::Params { step: 100, ..whole },
         dropout::Params {
             first_position: 1,
             ..whole
@@ -233,6 +255,7 @@ async fn dropout_equals_its_twin_and_depends_on_nothing_but_its_counters(gpu: &G
     ] {
         assert_ne!(run(other, &x, &ids).await, all, "{other:?}");
     }
+    assert_ne!(run_at(100, whole, &x, &ids).await, all, "another step");
     assert_ne!(run(whole, &x, &[6, 900, 17]).await[..31 * 33], all[..31 * 33]);
     let none = dropout::Params {
         threshold: 0,

@@ -10,7 +10,8 @@ const CHUNK: usize = 1024;
 /// Merges a block of logits into the running (maximum, sum, label's logit) of each row.
 pub fn ce_lse<T: Real>(p: &Params, logits: &[T], labels: &[i32], stats: &mut [T]) {
     for row in 0..p.rows as usize {
-        let stats = &mut stats[3 * row..][..3];
+        let token = row + p.first_row as usize;
+        let stats = &mut stats[3 * token..][..3];
         if p.start == 1 {
             stats.copy_from_slice(&[T::of(-1e30), T::zero(), T::zero()]);
         }
@@ -22,8 +23,8 @@ pub fn ce_lse<T: Real>(p: &Params, logits: &[T], labels: &[i32], stats: &mut [T]
             stats[1] = stats[1].fma((stats[0] - raised).exp(), part * (here - raised).exp());
             stats[0] = raised;
         }
-        let label = i64::from(labels[row]) - i64::from(p.first);
-        if labels[row] >= 0 && (0..i64::from(p.width)).contains(&label) {
+        let label = i64::from(labels[token]) - i64::from(p.first);
+        if labels[token] >= 0 && (0..i64::from(p.width)).contains(&label) {
             stats[2] = block[label as usize];
         }
     }

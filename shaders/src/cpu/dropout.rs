@@ -4,7 +4,7 @@ use super::Real;
 use crate::dropout::Params;
 
 /// `y = x * scale` where the element's random word is at least `threshold`, else 0.
-pub fn dropout<T: Real>(p: &Params, x: &[T], ids: &[u32], y: &mut [T]) {
+pub fn dropout<T: Real>(p: &Params, x: &[T], ids: &[u32], step: &[u32], y: &mut [T]) {
     let n = p.n as usize;
     for (token, (x, y)) in x
         .chunks_exact(n)
@@ -14,7 +14,7 @@ pub fn dropout<T: Real>(p: &Params, x: &[T], ids: &[u32], y: &mut [T]) {
     {
         let (row, position) = (token / p.t as usize, p.first_position + (token % p.t as usize) as u32);
         for (i, (x, y)) in x.iter().zip(y).enumerate() {
-            let random = philox([i as u32 / 4, position, ids[row], p.step], [p.seed, p.site]);
+            let random = philox([i as u32 / 4, position, ids[row], step[0]], [p.seed, p.site]);
             *y = if random[i % 4] >= p.threshold {
                 *x * T::of(f64::from(p.scale))
             } else {

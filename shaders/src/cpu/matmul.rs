@@ -12,8 +12,11 @@ pub fn matmul<T: Real>(p: &Params, a: &[T], b: &[T], bias: &[T], c: &mut [T]) {
                     let at = (p.c_off + i0 * p.c_b0 + i1 * p.c_b1 + row * p.c_m + col * p.c_n) as usize;
                     let mut acc = if p.carry == 1 { c[at] } else { T::zero() };
                     for k in 0..p.k {
-                        let x = a[(p.a_off + i0 * p.a_b0 + i1 * p.a_b1 + row * p.a_m + k * p.a_k) as usize];
-                        let w = b[(p.b_off + i0 * p.bb0 + i1 * p.bb1 + k * p.b_k + col * p.b_n) as usize];
+                        // Strides over k may be negative, as wrapping numbers: a sum over descending k.
+                        let a_at = p.a_off + i0 * p.a_b0 + i1 * p.a_b1 + row * p.a_m;
+                        let b_at = p.b_off + i0 * p.bb0 + i1 * p.bb1 + col * p.b_n;
+                        let x = a[a_at.wrapping_add(k.wrapping_mul(p.a_k)) as usize];
+                        let w = b[b_at.wrapping_add(k.wrapping_mul(p.b_k)) as usize];
                         acc = x.fma(w, acc);
                     }
                     let alpha = T::of(f64::from(p.alpha));
