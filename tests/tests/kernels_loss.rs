@@ -43,7 +43,7 @@ async fn stats_of(gpu: &Gpu, logits: &[f32], labels: &[i32], vocabulary: u32, bl
 }
 
 async fn losses_and_gradients_equal_twin_and_textbook(gpu: &Gpu) {
-    for (i, (rows, vocabulary)) in [(1, 1), (3, 31), (2, 1023), (5, 1025), (3, 2500), (2, 4096)]
+    for (i, (rows, vocabulary)) in [(1, 1), (600, 7), (3, 31), (2, 1023), (5, 1025), (3, 2500), (2, 4096)]
         .into_iter()
         .enumerate()
     {
@@ -138,6 +138,20 @@ async fn a_vocabulary_in_pieces_has_the_bits_of_the_whole(gpu: &Gpu) {
     }
 }
 
+async fn the_largest_logit_is_found_wherever_it_stands(gpu: &Gpu) {
+    let vocabulary = 3000;
+    let at = [0, 255, 256, 1023, 1024, 1700, 2048, 2303, 2304, 2999];
+    let mut logits = vec![0.0f32; at.len() * vocabulary];
+    for (row, at) in at.iter().enumerate() {
+        logits[row * vocabulary + at] = 200.0;
+    }
+    let labels = vec![7; at.len()];
+    let stats = stats_of(gpu, &logits, &labels, 3000, &[2048, 952]).await;
+    for row in floats(&stats).chunks(3) {
+        assert_eq!(row, [200.0, 1.0, 0.0]);
+    }
+}
+
 async fn the_gradient_of_a_block_is_that_part_of_the_whole(gpu: &Gpu) {
     let (rows, vocabulary) = (2u32, 2500u32);
     let mut random = Random::new(10);
@@ -182,5 +196,6 @@ async fn the_gradient_of_a_block_is_that_part_of_the_whole(gpu: &Gpu) {
 gpu_tests!(
     losses_and_gradients_equal_twin_and_textbook,
     a_vocabulary_in_pieces_has_the_bits_of_the_whole,
+    the_largest_logit_is_found_wherever_it_stands,
     the_gradient_of_a_block_is_that_part_of_the_whole,
 );

@@ -153,6 +153,18 @@ async fn weights_and_bias_are_read_in_their_own_dtype_at_odd_counts(gpu: &Gpu) {
             ..dense(1, 1, 33, 65, 31)
         };
         check(gpu, &p, dtypes, 20 + i as u64).await;
+        // Scaled and carried, without a bias.
+        check(
+            gpu,
+            &Params {
+                has_bias: 0,
+                carry: 1,
+                ..p
+            },
+            dtypes,
+            25 + i as u64,
+        )
+        .await;
     }
 }
 

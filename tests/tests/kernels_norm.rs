@@ -65,6 +65,28 @@ async fn softmax_holds_for_large_values(gpu: &Gpu) {
     );
 }
 
+async fn softmax_finds_the_largest_wherever_it_stands(gpu: &Gpu) {
+    // One entry of each row would overflow the exponential of all others' maximum.
+    let n = 600;
+    let at = [0, 1, 63, 64, 127, 128, 254, 255, 256, 300, 511, 512, 599];
+    let mut x = vec![0.0f32; at.len() * n];
+    for (row, at) in at.iter().enumerate() {
+        x[row * n + at] = 200.0;
+    }
+    let rows = at.len() as u32;
+    let p = softmax::Params {
+        groups: rows,
+        rows,
+        n: n as u32,
+        ..Default::default()
+    };
+    let got = gpu
+        .run_every_way(&softmax::SHADER, &[], &p, &[Buf::In(&words(&x)), Buf::Fresh(x.len())])
+        .await;
+    let want: Vec<f64> = x.iter().map(|x| f64::from(u8::from(*x > 0.0))).collect();
+    near("one hot", &floats(&got[0]), &want, STRICT);
+}
+
 async fn rms_norm_and_its_gradient_equal_their_twins(gpu: &Gpu) {
     for (i, n) in LENGTHS.into_iter().enumerate() {
         let (dtype, plus, w_off) = ([F32, F16, BF16][i % 3], (i % 2) as f32, i as u32 % 4);
@@ -261,6 +283,7 @@ async fn weight_gradients_sum_rows_in_order_and_carry(gpu: &Gpu) {
 gpu_tests!(
     softmax_and_its_gradient_equal_their_twins,
     softmax_holds_for_large_values,
+    softmax_finds_the_largest_wherever_it_stands,
     rms_norm_and_its_gradient_equal_their_twins,
     layer_norm_and_its_gradient_equal_their_twins,
     weight_gradients_sum_rows_in_order_and_carry,

@@ -96,6 +96,22 @@ async fn any_dimensions_of_rank_one_to_six_are_reduced(gpu: &Gpu) {
     }
 }
 
+async fn a_few_elements_of_many_dimensions_are_reduced(gpu: &Gpu) {
+    let mut random = Random::new(6);
+    for (shape, reduced) in [
+        ([2, 3, 2, 2, 3, 2], vec![0, 1, 3, 5]),
+        ([2, 1, 2, 2, 2, 3], vec![0, 1, 2, 3, 4]),
+        ([2, 1, 2, 2, 2, 3], vec![0, 1, 2, 3, 4, 5]),
+        ([3, 2, 5, 2, 7, 4], vec![1]),
+        ([3, 2, 5, 2, 7, 4], vec![5]),
+    ] {
+        let values = random.units(shape.iter().product::<u32>() as usize);
+        for op in [SUM, MAX, ARGMAX] {
+            check(gpu, &over(&shape, &reduced), op, &values, F32).await;
+        }
+    }
+}
+
 async fn many_outputs_fit_no_workgroup(gpu: &Gpu) {
     let mut random = Random::new(3);
     let values = random.units(515 * 7);
@@ -117,8 +133,11 @@ async fn a_view_may_start_anywhere_and_repeat_elements(gpu: &Gpu) {
 async fn ties_go_to_the_lowest_index_and_all_may_be_negative(gpu: &Gpu) {
     for count in [7, 600] {
         let mut values = vec![-5.0f32; 2 * count];
-        for at in [3, 5, count + 1, count + 6] {
-            values[at] = -1.0;
+        // The last of the ties is in the first one's partial where there are several.
+        for at in [3, 5, 259, count + 1, count + 6] {
+            if at < values.len() {
+                values[at] = -1.0;
+            }
         }
         check(gpu, &over(&[2, count as u32], &[1]), ARGMAX, &values, F32).await;
         check(
@@ -135,6 +154,7 @@ async fn ties_go_to_the_lowest_index_and_all_may_be_negative(gpu: &Gpu) {
 gpu_tests!(
     a_row_of_any_length_is_reduced,
     any_dimensions_of_rank_one_to_six_are_reduced,
+    a_few_elements_of_many_dimensions_are_reduced,
     many_outputs_fit_no_workgroup,
     a_view_may_start_anywhere_and_repeat_elements,
     ties_go_to_the_lowest_index_and_all_may_be_negative,
