@@ -40,6 +40,14 @@ struct Report {
     budget: Option<Advice>,
     measured: Option<measure::Measured>,
     missing: Vec<Missing>,
+    /// Why the engine cannot run here, as every command with `--json` says it.
+    error: Option<Failure>,
+}
+
+#[derive(Serialize)]
+struct Failure {
+    code: &'static str,
+    message: String,
 }
 
 #[derive(Clone, Copy, Serialize)]
@@ -118,6 +126,15 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
         Some(index) if args.measure => Some(measure::run(&found[index])?),
         _ => None,
     };
+    let reason = match (&wanted, chosen) {
+        (Some(name), None) => Some(format!("none has `{name}` in its name")),
+        (None, None) => Some("none answers".to_owned()),
+        _ if adapters.iter().all(|adapter| !adapter.usable) => {
+            Some("none has the limits that the engine needs".to_owned())
+        }
+        _ => None,
+    };
+    let error = reason.map(|reason| Error::NoAdapter { reason });
     let report = Report {
         format: 1,
         engine: env!("CARGO_PKG_VERSION"),
@@ -128,23 +145,24 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
         budget: chosen.map(|index| advise(&adapters[index])),
         missing: missing(&adapters, wanted.as_deref(), chosen),
         adapters,
-        wanted_adapter: wanted.clone(),
+        wanted_adapter: wanted,
         measured,
+        error: error.as_ref().map(|e| Failure {
+            code: e.code(),
+            message: e.to_string(),
+        }),
     };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
-    } else {
-        print!("{}", text(&report));
-    }
-    let reason = match (&wanted, chosen) {
-        (Some(name), None) => format!("none has `{name}` in its name"),
-        (None, None) => "none answers".to_owned(),
-        _ if !report.adapters.iter().any(|adapter| adapter.usable) => {
-            "none has the limits that the engine needs".to_owned()
+        if let Some(error) = error {
+            // The object above holds the error; returned, it would be printed as a second object.
+            eprintln!("error: {error}");
+            std::process::exit(error.exit_status().into());
         }
-        _ => return Ok(()),
-    };
-    Err(Error::NoAdapter { reason }.into())
+        return Ok(());
+    }
+    print!("{}", text(&report));
+    error.map_or(Ok(()), |error| Err(error.into()))
 }
 
 fn describe(adapter: &wgpu::Adapter, host: Option<Memory>) -> Adapter {
