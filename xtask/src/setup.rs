@@ -30,7 +30,7 @@ pub fn adapter() -> Result<(), Failure> {
     if loader && may_have_adapter(&drivers, has_gpu_node()) {
         return Ok(());
     }
-    say("no Vulkan adapter: installing lavapipe, Mesa's Vulkan driver for the CPU");
+    say("no Vulkan adapter here: lavapipe, Mesa's Vulkan driver for the CPU, will do");
     install_packages(
         &["libvulkan1", "mesa-vulkan-drivers"],
         "a Vulkan driver (for the GPU, or lavapipe for the CPU)",
