@@ -5,18 +5,18 @@
 
 use std::collections::HashMap;
 
-use super::{Binary, CustomGrad, Fold, Graph, Op, Region, Shape, Tensor, Unary, View, Visit};
+use super::{Binary, CustomGrad, Fold, Graph, MAX_RANK, Op, Region, Shape, Tensor, Unary, View, Visit};
 use crate::error::{Error, Result};
 use crate::event::Pass;
 
 /// Gradients of parameters that go into one array instead of tensors of their own, so that micro-batches carry on
 /// from the stored sums.
 pub(crate) struct Sinks<'a> {
-    /// Each parameter (a window of a state array) with the offset of its gradient, in elements.
-    pub params: &'a [(Tensor, u64)],
-    /// The array, as last written.
-    pub array: Tensor,
-    /// Whether the array already holds sums of earlier micro-batches.
+    /// Each parameter (a window of a state array) with its gradient's array and offset there, in elements.
+    pub params: &'a [(Tensor, usize, u64)],
+    /// The arrays, as last written.
+    pub arrays: Vec<Tensor>,
+    /// Whether the arrays already hold sums of earlier micro-batches.
     pub carry: bool,
 }
 
@@ -48,7 +48,7 @@ impl Graph {
         }
         let count = loss.index() + 1;
         let mut needed = vec![false; count];
-        let sunk: Vec<Tensor> = sinks.as_ref().map(|s| s.params.iter().map(|(t, _)| *t).collect()).unwrap_or_default();
+        let sunk: Vec<Tensor> = sinks.as_ref().map(|s| s.params.iter().map(|(t, ..)| *t).collect()).unwrap_or_default();
         for t in wrt.iter().chain(&sunk) {
             self.shape(*t)?;
             match needed.get_mut(t.index()) {
@@ -76,6 +76,7 @@ impl Graph {
         };
         walk.grads[loss.index()] = Some(self.fill(shape, 1.0));
         let result = (0..count).rev().try_for_each(|i| self.backward(i, &mut walk));
+        let result = result.and_then(|()| self.fill_unreached(&mut walk));
         let rest = result.and_then(|()| {
             wrt.iter()
                 .map(|t| match walk.grads[t.index()] {
@@ -113,7 +114,10 @@ impl Graph {
 
         if let Op::Custom(id) = node.op {
             let vjp = self.customs[id as usize].0.clone();
-            let parts = vjp(self, CustomGrad { inputs: &inputs[1..], output: y, grad: dy })?;
+            self.open_visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
+            let call = CustomGrad { inputs: &inputs[1..], output: y, grad: dy, needed: &needed[1..] };
+            let parts = vjp(self, call)?;
+            self.open_visit = None;
             if parts.len() + 1 != inputs.len() {
                 let reason = format!("{} gradients for {} operands", parts.len(), inputs.len() - 1);
                 return Err(Error::Invalid { what: "custom function".into(), reason });
@@ -155,34 +159,76 @@ impl Graph {
     /// Adds a part to the gradient of a tensor, or writes it into the array that it belongs to.
     fn collect(&mut self, input: Tensor, part: Tensor, walk: &mut Walk<'_, '_>) -> Result<()> {
         if let Some(sinks) = &mut walk.sinks
-            && let Some(k) = sinks.params.iter().position(|(t, _)| *t == input)
+            && let Some(k) = sinks.params.iter().position(|(t, ..)| *t == input)
         {
             let shape = self.shape(input)?;
-            let view = View { offset: sinks.params[k].1, strides: shape.dense_strides() };
+            let (_, array, offset) = sinks.params[k];
             let carry = std::mem::replace(&mut walk.started[k], true);
-            let region = Region { shape, view, carry };
-            let fresh = part.index() + 1 == self.nodes.len() && self.nodes[part.index()].into.is_none();
-            let writes = match &self.nodes[part.index()].op {
-                Op::MatMul { bias: false, alpha } => *alpha == 1.0 || !carry,
-                Op::Nn(op) => op.takes_region(),
-                _ => false,
+            let array = &mut sinks.arrays[array];
+            let region = Region { shape, view: View { offset, strides: shape.dense_strides() }, carry };
+            *array = match self.written_in_place(part, *array, &region) {
+                Some(node) => node,
+                None => self.place(part, *array, region)?,
             };
-            if fresh && writes {
-                // The product starts from the stored sum: carry, don't add.
-                let whole = self.shape(sinks.array)?;
-                let node = &mut self.nodes[part.index()];
-                node.inputs.push(sinks.array);
-                (node.shape, node.into) = (whole, Some(region));
-                sinks.array = part;
-            } else {
-                sinks.array = self.place(part, sinks.array, region)?;
-            }
             return Ok(());
         }
         walk.grads[input.index()] = match walk.grads[input.index()] {
             Some(sum) => Some(self.add(sum, part)?),
             None => Some(part),
         };
+        Ok(())
+    }
+
+    /// Lets the node that makes `part` write into a region of `array` instead, going on from what is stored there: carry,
+    /// don't add. `None` where its kernel cannot, or where somebody else reads the part.
+    fn written_in_place(&mut self, part: Tensor, array: Tensor, region: &Region) -> Option<Tensor> {
+        let (root, seen) = self.storage(part);
+        let node = &self.nodes[root.index()];
+        let shape = node.shape;
+        // A transposed weight's gradient is a view of the product: its strides in the region, the other way round.
+        let mut view = region.view;
+        if root != part {
+            let dense = shape.dense_strides();
+            if !matches!(node.op, Op::MatMul { .. }) || shape.rank() != region.shape.rank() || seen.offset != 0 {
+                return None;
+            }
+            let mut used = [false; MAX_RANK];
+            for d in 0..shape.rank() {
+                let fits = |i: &usize| !used[*i] && region.shape.dims()[*i] == shape.dims()[d] && seen.strides[*i] == dense[d];
+                let i = (0..shape.rank()).find(fits)?;
+                used[i] = true;
+                view.strides[d] = region.view.strides[i];
+            }
+        }
+        let writes = match &node.op {
+            Op::MatMul { bias: false, alpha } => *alpha == 1.0 || !region.carry,
+            Op::Nn(op) => op.takes_region(),
+            _ => false,
+        };
+        let read = |t: &Tensor| *t == root && root != part || *t == part;
+        let others = self.nodes[root.index() + 1..].iter().enumerate();
+        let mut others = others.filter(|(i, _)| root.index() + 1 + i != part.index());
+        let shared = others.any(|(_, n)| n.inputs.iter().any(read));
+        // The array must have been written before the product: nodes run in order.
+        if !writes || shared || node.into.is_some() || array > root {
+            return None;
+        }
+        let whole = self.nodes[array.index()].shape;
+        let node = &mut self.nodes[root.index()];
+        node.inputs.push(array);
+        (node.shape, node.into) = (whole, Some(Region { shape, view, carry: region.carry }));
+        Some(root)
+    }
+
+    /// Gradients of parameters that the loss does not reach are zero.
+    fn fill_unreached(&mut self, walk: &mut Walk<'_, '_>) -> Result<()> {
+        let Some(sinks) = &mut walk.sinks else { return Ok(()) };
+        for (_, (t, array, offset)) in sinks.params.iter().enumerate().filter(|(k, _)| !walk.started[*k]) {
+            let shape = self.shape(*t)?;
+            let zero = self.fill(shape, 0.0);
+            let region = Region { shape, view: View { offset: *offset, strides: shape.dense_strides() }, carry: false };
+            sinks.arrays[*array] = self.place(zero, sinks.arrays[*array], region)?;
+        }
         Ok(())
     }
 
@@ -245,6 +291,9 @@ impl Graph {
         k: usize,
         dy: Tensor,
     ) -> Result<Option<Tensor>> {
+        if constant_in(op, k) {
+            return Ok(None);
+        }
         let Some(region) = into else { return self.vjp_of(y, op, inputs, k, dy).map(Some) };
         let part = View { offset: region.view.offset, strides: region.view.strides };
         let own = self.push(Op::View(part), vec![dy], region.shape);
@@ -286,8 +335,7 @@ impl Graph {
                 let zero = self.fill(Shape::scalar(), 0.0);
                 let g = match k {
                     1 => self.select(inputs[0], dy, zero)?,
-                    2 => self.select(inputs[0], zero, dy)?,
-                    _ => return Err(not_differentiable("the condition of a select")),
+                    _ => self.select(inputs[0], zero, dy)?,
                 };
                 self.sum_to(g, shape)
             }
@@ -366,6 +414,18 @@ impl Graph {
                         };
                         self.mul(dy, mask)?
                     }
+                    (Binary::Pow, 0) => {
+                        let one = self.fill(Shape::scalar(), 1.0);
+                        let less = self.binary(Binary::Sub, other, one)?;
+                        let slope = self.binary(Binary::Pow, x, less)?;
+                        let slope = self.mul(slope, other)?;
+                        self.mul(dy, slope)?
+                    }
+                    (Binary::Pow, _) => {
+                        let log = self.unary(Unary::Log, other)?;
+                        let slope = self.mul(y, log)?;
+                        self.mul(dy, slope)?
+                    }
                     _ => return Err(not_differentiable(&format!("{f:?}"))),
                 };
                 self.sum_to(g, shape)
@@ -379,19 +439,26 @@ impl Graph {
             Op::Reduce { fold, dims } => {
                 let folded = &shape.dims()[shape.rank() - dims..];
                 let scale = match fold {
-                    Fold::Sum => 1.0,
                     Fold::Mean => 1.0 / folded.iter().product::<u64>() as f32,
-                    _ => return Err(not_differentiable(&format!("{fold:?}"))),
+                    _ => 1.0,
                 };
-                if self.shape(dy)?.elements() == 1 {
+                if *fold != Fold::Max && self.shape(dy)?.elements() == 1 {
                     return Ok(self.push(Op::FillFrom { scale }, vec![dy], shape));
                 }
-                let kept = self.shape(dy)?;
-                let mut dims = kept.dims().to_vec();
-                dims.resize(shape.rank(), 1);
+                let mut wide = self.shape(dy)?.dims().to_vec();
+                wide.resize(shape.rank(), 1);
                 let dy = if scale == 1.0 { dy } else { self.scale(dy, scale)? };
-                let dy = self.reshape(dy, &dims)?;
-                self.broadcast_to(dy, shape)
+                let dy = self.reshape(dy, &wide)?;
+                if *fold != Fold::Max {
+                    return self.broadcast_to(dy, shape);
+                }
+                // Elements that share the maximum share its gradient.
+                let y = self.reshape(y, &wide)?;
+                let chosen = self.binary(Binary::Eq, x, y)?;
+                let count = self.reduce(Fold::Sum, chosen, &(shape.rank() - dims..shape.rank()).collect::<Vec<_>>())?;
+                let count = self.reshape(count, &wide)?;
+                let share = self.binary(Binary::Div, dy, count)?;
+                self.mul(chosen, share)
             }
         }
     }
@@ -406,6 +473,12 @@ impl Graph {
                 self.sum_to(da, target)
             }
             1 => {
+                // The factor goes on the smaller operand, not on the sum: a gradient may go on from a stored one.
+                let (a, dy) = match alpha {
+                    1.0 => (a, dy),
+                    _ if self.shape(a)?.elements() <= self.shape(dy)?.elements() => (self.scale(a, alpha)?, dy),
+                    _ => (a, self.scale(dy, alpha)?),
+                };
                 // Where `b` is one matrix for all batches, the batches are further rows of one product.
                 if target.rank() == 2 || target.dims()[..target.rank() - 2].iter().all(|d| *d == 1) {
                     let flat = |g: &mut Graph, t: Tensor| -> Result<Tensor> {
@@ -419,12 +492,12 @@ impl Graph {
                     if self.shape(a2)?.dims()[0] == batch_of_dy {
                         let dy2 = flat(self, dy)?;
                         let at = self.transpose(a2)?;
-                        let db = self.scaled_matmul(at, dy2, None, alpha)?;
+                        let db = self.matmul(at, dy2, None)?;
                         return self.reshape(db, target.dims());
                     }
                 }
                 let at = self.transpose(a)?;
-                let db = self.scaled_matmul(at, dy, None, alpha)?;
+                let db = self.matmul(at, dy, None)?;
                 self.sum_to(db, target)
             }
             _ => {
@@ -481,6 +554,16 @@ impl Graph {
             (0..from.rank()).filter(|d| *d < shift || to.dims()[d - shift] == 1 && from.dims()[*d] != 1).collect();
         let x = if dims.is_empty() { x } else { self.reduce(Fold::Sum, x, &dims)? };
         self.reshape(x, to.dims())
+    }
+}
+
+/// Whether a small change of operand `k` changes nothing: there is no gradient, and none is missing.
+fn constant_in(op: &Op, k: usize) -> bool {
+    match op {
+        Op::Select => k == 0,
+        Op::Binary(f) => matches!(f, Binary::Lt | Binary::Le | Binary::Eq),
+        Op::Reduce { fold, .. } => *fold == Fold::Argmax,
+        _ => false,
     }
 }
 

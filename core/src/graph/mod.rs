@@ -57,6 +57,8 @@ pub struct CustomGrad<'a> {
     pub output: Tensor,
     /// The gradient of the result.
     pub grad: Tensor,
+    /// For each operand, whether its gradient is asked for.
+    pub needed: &'a [bool],
 }
 
 /// Builds the gradients of a custom function's operands, one entry each.
@@ -567,7 +569,15 @@ impl Graph {
     pub fn dense(&mut self, x: Tensor) -> Result<Tensor> {
         let shape = self.shape(x)?;
         let (_, view) = self.storage(x);
-        if view.offset == 0 && view.is_dense(&shape) { Ok(x) } else { self.unary(Unary::Copy, x) }
+        if view.offset == 0 && view.is_dense(&shape) {
+            return Ok(x);
+        }
+        let integers = self.dtype(x) == DType::I32;
+        let y = self.unary(Unary::Copy, x)?;
+        if integers {
+            self.dtypes.insert(y.0, DType::I32);
+        }
+        Ok(y)
     }
 
     /// `x` dense and in f32: what can be downloaded.

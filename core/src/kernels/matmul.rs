@@ -1,0 +1,227 @@
+//! Products: from views and stored pieces to strides and carried accumulators.
+
+use ebbtide_shaders as sh;
+
+use super::{Call, Operand, Source, dtype_code, kernel, small};
+use crate::compile::Content;
+use crate::error::{Error, Result};
+use crate::graph::{MAX_RANK, Node, Shape, View};
+
+/// The batch of a product: leading dimensions of the output, merged wherever one stride describes two of them in
+/// every operand. Extents with the strides of a, b and c, outermost first.
+fn batch(out: &Shape, operands: [(&Shape, &View); 3]) -> Result<Vec<(u64, [u64; 3])>> {
+    let rank = out.rank() - 2;
+    let mut strides = [[0; MAX_RANK]; 3];
+    for (s, (shape, view)) in strides.iter_mut().zip(operands) {
+        let mut to = out.dims()[..rank].to_vec();
+        to.extend(&shape.dims()[shape.rank() - 2..]);
+        *s = view.broadcast(shape, &Shape::new(&to)?).strides;
+    }
+    let mut merged: Vec<(u64, [u64; 3])> = Vec::new();
+    for d in (0..rank).rev() {
+        let n = out.dims()[d];
+        let here = [strides[0][d], strides[1][d], strides[2][d]];
+        if n == 1 {
+            continue;
+        }
+        match merged.last_mut() {
+            Some((inner, s)) if (0..3).all(|i| here[i] == s[i] * *inner) => *inner *= n,
+            _ => merged.push((n, here)),
+        }
+    }
+    merged.reverse();
+    Ok(merged)
+}
+
+/// In which direction k runs: the definition of the op, not a choice of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// From 0 up.
+    Ascending,
+    /// From the last down: a backward pass that meets the pieces of a weight in reverse goes on from what it has stored.
+    Descending,
+}
+
+/// What `matmul` is given.
+pub(super) struct Product {
+    pub a: Operand,
+    pub b: Operand,
+    pub bias: Option<Operand>,
+    pub alpha: f32,
+    pub order: Order,
+}
+
+pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<Call>> {
+    let Product { a, b, bias, alpha, order } = product;
+    const OP: &str = "matmul";
+    let shape = node.result();
+    let c = node.into.as_ref().map_or(View::dense(&shape), |r| r.view);
+    let carry = node.into.as_ref().is_some_and(|r| r.carry);
+    let rank = shape.rank();
+    let (mut m, n) = (shape.dims()[rank - 2], shape.dims()[rank - 1]);
+    let (mut c_m, c_n) = (c.strides[rank - 2], c.strides[rank - 1]);
+    let k = a.shape.dims()[a.shape.rank() - 1];
+    let last_two = |x: &Operand| (x.view.strides[x.shape.rank() - 2], x.view.strides[x.shape.rank() - 1]);
+    let ((mut a_m, a_k), (b_k, b_n)) = (last_two(&a), last_two(&b));
+    let mut batch = batch(&shape, [(&a.shape, &a.view), (&b.shape, &b.view), (&shape, &c)])?;
+    // One matrix for a batch whose rows of `a` follow on evenly: the batch is further rows.
+    if let Some((extent, [sa, 0, sc])) = batch.last().copied()
+        && (m == 1 || sa == a_m * m && sc == c_m * m)
+    {
+        (a_m, c_m) = if m == 1 { (sa, sc) } else { (a_m, c_m) };
+        m *= extent;
+        batch.pop();
+    }
+    if batch.len() > 2 {
+        return Err(Error::Shape { op: OP, reason: format!("the batch of {shape} has more than two uneven dimensions") });
+    }
+    batch.splice(..0, std::iter::repeat_n((1, [0; 3]), 2 - batch.len()));
+    let [(b0, s0), (b1, s1)] = [batch[0], batch[1]];
+    let (bias_content, bias_code, bias_off) = match &bias {
+        Some(x) => (Some(x.whole(OP)?), dtype_code(OP, x.dtype)?, x.view.offset),
+        None => (None, 0, 0),
+    };
+    if let Some(x) = &bias
+        && x.shape.elements() > 1
+        && x.view.strides[x.shape.rank() - 1] != 1
+    {
+        return Err(Error::Shape { op: OP, reason: "the bias must lie densely".into() });
+    }
+
+    let base = sh::matmul::Params {
+        m: small(OP, m)?,
+        n: small(OP, n)?,
+        k: small(OP, k)?,
+        b0: small(OP, b0)?,
+        b1: small(OP, b1)?,
+        a_off: small(OP, a.view.offset)?,
+        a_b0: small(OP, s0[0])?,
+        a_b1: small(OP, s1[0])?,
+        a_m: small(OP, a_m)?,
+        a_k: small(OP, a_k)?,
+        b_off: small(OP, b.view.offset)?,
+        bb0: small(OP, s0[1])?,
+        bb1: small(OP, s1[1])?,
+        b_k: small(OP, b_k)?,
+        b_n: small(OP, b_n)?,
+        c_b0: small(OP, s0[2])?,
+        c_b1: small(OP, s1[2])?,
+        c_off: small(OP, c.offset)?,
+        c_m: small(OP, c_m)?,
+        c_n: small(OP, c_n)?,
+        carry: u32::from(carry),
+        bias_off: small(OP, bias_off)?,
+        alpha,
+        ..Default::default()
+    };
+    let a_content = a.whole(OP)?;
+    let codes = [dtype_code(OP, a.dtype)?, dtype_code(OP, b.dtype)?, bias_code];
+    let call = |mut p: sh::matmul::Params, b: Content, last: bool| {
+        p.has_bias = u32::from(last && bias_content.is_some());
+        if order == Order::Descending {
+            let last = p.k.saturating_sub(1);
+            p.a_off = p.a_off.wrapping_add(last.wrapping_mul(p.a_k));
+            p.b_off = p.b_off.wrapping_add(last.wrapping_mul(p.b_k));
+            (p.a_k, p.b_k) = (p.a_k.wrapping_neg(), p.b_k.wrapping_neg());
+        }
+        let tiles = u64::from(p.m).div_ceil(32) * u64::from(p.n).div_ceil(32);
+        let groups = b0 * b1 * tiles;
+        p.groups = groups as u32;
+        Call {
+            kernel: kernel(&sh::matmul::SHADER, &codes),
+            bindings: vec![(a_content, false), (b, false), (bias_content.filter(|_| last).unwrap_or(b), false), (out, true)],
+            params: bytemuck::bytes_of(&p).to_vec(),
+            groups,
+            work: b0 * b1 * u64::from(p.m) * u64::from(p.n) * u64::from(p.k),
+        }
+    };
+    match &b.content {
+        Source::Value(t) => Ok(vec![call(base, Content::Value(*t), true)]),
+        Source::Weight { segment, parts, .. } if parts.len() == 1 => {
+            let p = &parts[0];
+            Ok(vec![call(base, Content::Weight { segment: *segment, weight: p.weight, piece: p.piece }, true)])
+        }
+        Source::Weight { segment, parts, row } => {
+            if b0 * b1 != 1 {
+                return Err(Error::Shape { op: OP, reason: "a weight in pieces cannot be read with a batch".into() });
+            }
+            let along_k = b_k == *row;
+            if !along_k && b_n != *row {
+                return Err(Error::Shape { op: OP, reason: "a weight in pieces must be read by rows or columns".into() });
+            }
+            // The rows that are read: of each piece, those in common.
+            let (first, column) = (b.view.offset / row, b.view.offset % row);
+            let end = first + if along_k { k } else { n };
+            let mut pieces: Vec<_> = parts
+                .iter()
+                .map(|part| (part, part.first_row.max(first), (part.first_row + part.rows).min(end)))
+                .filter(|(_, from, to)| from < to)
+                .collect();
+            if along_k && order == Order::Descending {
+                pieces.reverse();
+            }
+            let count = pieces.len();
+            let mut calls = Vec::with_capacity(count);
+            for (i, (part, from, to)) in pieces.into_iter().enumerate() {
+                let content = Content::Weight { segment: *segment, weight: part.weight, piece: part.piece };
+                let mut p = base;
+                p.b_off = small(OP, (from - part.first_row) * row + column)?;
+                if along_k {
+                    // Rows are k: go on from the stored accumulator; factor and bias come with the last piece.
+                    let last = i + 1 == count;
+                    p.k = small(OP, to - from)?;
+                    p.a_off = small(OP, a.view.offset + (from - first) * a_k)?;
+                    p.carry = u32::from(carry || i > 0);
+                    p.alpha = if last { alpha } else { 1.0 };
+                    calls.push(call(p, content, last));
+                } else {
+                    // Rows are n: each piece gives its own columns.
+                    p.n = small(OP, to - from)?;
+                    p.c_off = small(OP, c.offset + (from - first) * c_n)?;
+                    p.bias_off = small(OP, bias_off + from - first)?;
+                    calls.push(call(p, content, true));
+                }
+            }
+            Ok(calls)
+        }
+    }
+}
+
+/// A product of few rows by the geometry of `matvec`; operands x, W [k, n] in any view, perhaps a bias.
+pub(super) fn matvec(node: &Node, out: Content, x: Operand, w: Operand, bias: Option<Operand>) -> Result<Call> {
+    const OP: &str = "matvec";
+    let (m, n, k) = (x.shape.dims()[0], w.shape.dims()[1], w.shape.dims()[0]);
+    let y = node.into.as_ref().map_or(View::dense(&node.shape), |r| r.view);
+    let p = sh::matvec::Params {
+        groups: small(OP, m * n.div_ceil(8))?,
+        m: small(OP, m)?,
+        n: small(OP, n)?,
+        k: small(OP, k)?,
+        x_off: small(OP, x.view.offset)?,
+        x_m: small(OP, x.view.strides[0])?,
+        x_k: small(OP, x.view.strides[1])?,
+        w_off: small(OP, w.view.offset)?,
+        w_k: small(OP, w.view.strides[0])?,
+        w_n: small(OP, w.view.strides[1])?,
+        y_off: small(OP, y.offset)?,
+        y_m: small(OP, y.strides[0])?,
+        y_n: small(OP, y.strides[1])?,
+        carry: u32::from(node.into.as_ref().is_some_and(|r| r.carry)),
+        has_bias: u32::from(bias.is_some()),
+        bias_off: small(OP, bias.as_ref().map_or(0, |b| b.view.offset))?,
+        alpha: 1.0,
+        ..Default::default()
+    };
+    let weight = w.whole(OP)?;
+    let (bias_content, bias_code) = match &bias {
+        Some(b) => (b.whole(OP)?, dtype_code(OP, b.dtype)?),
+        None => (weight, 0),
+    };
+    Ok(Call {
+        kernel: kernel(&sh::matvec::SHADER, &[dtype_code(OP, w.dtype)?, bias_code]),
+        bindings: vec![(x.whole(OP)?, false), (weight, false), (bias_content, false), (out, true)],
+        params: bytemuck::bytes_of(&p).to_vec(),
+        groups: m * n.div_ceil(8),
+        work: m * n * k,
+    })
+}
