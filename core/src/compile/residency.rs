@@ -146,7 +146,7 @@ pub(crate) fn schedule(needs: &[Need], residence: &Residence, kept: Option<&Home
             let k = match slots.iter().position(|x| x.content == Some(s) && x.visit.is_none()) {
                 Some(k) => k,
                 None => {
-                    let k = victim(&slots, &need.automatic, need.by_hand, &uses, kept, steps);
+                    let k = victim(&slots, s, need, &uses, kept, steps);
                     let from = vacate(&mut slots[k], k, &mut out);
                     out.loads.push(Load { segment: s, slot: WeightSlot::Streaming(k as u32), from, by: t, pass });
                     slots[k].content = Some(s);
@@ -160,7 +160,7 @@ pub(crate) fn schedule(needs: &[Need], residence: &Residence, kept: Option<&Home
             let k = match slots.iter().position(|x| x.content == Some(s) && x.visit == Some(visit)) {
                 Some(k) => k,
                 None => {
-                    let k = victim(&slots, &need.automatic, need.by_hand, &uses, kept, steps);
+                    let k = victim(&slots, s, need, &uses, kept, steps);
                     vacate(&mut slots[k], k, &mut out);
                     // By hand means here: the window opens where the user asked for it.
                     out.loads.push(Load { segment: s, slot: WeightSlot::Streaming(k as u32), from: t, by: t, pass });
@@ -208,26 +208,32 @@ pub(crate) fn schedule(needs: &[Need], residence: &Residence, kept: Option<&Home
     out
 }
 
-/// The streaming slot that gives way: an empty one, else the one whose content is used furthest in the future.
+/// The streaming slot that gives way to segment `incoming`: an empty one, else the one whose content is used furthest
+/// in the future. Among equals the slot that `incoming` has at home, so that going home costs no load of its own; then
+/// the one that was used longest ago, since a load may begin there earliest.
 fn victim(
     slots: &[SlotState],
-    now: &[u32],
-    by_hand: Option<(u32, u32)>,
+    incoming: u32,
+    need: &Need,
     uses: &std::collections::BTreeMap<u32, Vec<usize>>,
     kept: Option<&Home>,
     steps: usize,
 ) -> usize {
-    let key = |k: usize| -> (usize, usize) {
-        let Some(s) = slots[k].content else { return (usize::MAX, usize::MAX - slots[k].free_since) };
-        let needed_now = if slots[k].visit.is_some() { slots[k].visit == by_hand.map(|b| b.1) } else { now.contains(&s) };
+    let home_of = |k: usize, s: u32| kept.is_some_and(|home| home.get(k) == Some(&Some(s)));
+    let next = |k: usize| -> usize {
+        let Some(s) = slots[k].content else { return usize::MAX };
+        let needed_now = match slots[k].visit {
+            Some(_) => slots[k].visit == need.by_hand.map(|b| b.1),
+            None => need.automatic.contains(&s),
+        };
         if needed_now {
-            return (0, 0);
+            return 0;
         }
         let next = uses.get(&s).and_then(|list| list.last().copied());
-        let at_home = kept.is_some_and(|home| home.get(k) == Some(&Some(s)));
-        // At a tie the one that has been free for longest: its load has the widest window.
-        (next.unwrap_or(if at_home { steps } else { steps + 1 }), usize::MAX - slots[k].last_use)
+        next.unwrap_or(if home_of(k, s) { steps } else { steps + 1 })
     };
+    let since = |k: usize| if slots[k].used { slots[k].last_use + 1 } else { slots[k].free_since };
+    let key = |k: usize| (next(k), home_of(k, incoming), std::cmp::Reverse(since(k)), std::cmp::Reverse(k));
     (0..slots.len()).max_by_key(|k| key(*k)).unwrap_or(0)
 }
 
@@ -255,23 +261,27 @@ mod tests {
 
     #[test]
     fn a_palindrome_costs_two_loads_for_each_segment_that_does_not_fit() {
-        let needs = palindrome(12);
-        for c in 1..=11u32 {
-            let streaming = c.min(2);
-            let residence = Residence { pinned: (0..c - streaming).collect(), streaming };
-            let home = home(&needs, &residence);
-            let plan = schedule(&needs, &residence, Some(&home));
-            assert_eq!(plan.loads.len() as u32, 2 * (12 - c), "room for {c}");
+        for layers in 2..=13u32 {
+            let needs = palindrome(layers);
+            for c in 1..layers {
+                let streaming = c.min(2);
+                let residence = Residence { pinned: (0..c - streaming).collect(), streaming };
+                let home = home(&needs, &residence);
+                let plan = schedule(&needs, &residence, Some(&home));
+                assert_eq!(plan.loads.len() as u32, 2 * (layers - c), "{layers} layers, room for {c}");
+            }
         }
     }
 
     #[test]
     fn with_two_streaming_slots_every_load_has_a_step_to_run_in() {
-        let needs = palindrome(12);
-        let residence = Residence { pinned: BTreeSet::new(), streaming: 2 };
-        let home = home(&needs, &residence);
-        let plan = schedule(&needs, &residence, Some(&home));
-        assert!(plan.loads.iter().all(|l| l.by > l.from), "{:?}", plan.loads);
+        for layers in 3..=13 {
+            let needs = palindrome(layers);
+            let residence = Residence { pinned: BTreeSet::new(), streaming: 2 };
+            let home = home(&needs, &residence);
+            let plan = schedule(&needs, &residence, Some(&home));
+            assert!(plan.loads.iter().all(|l| l.by > l.from), "{layers} layers: {:?}", plan.loads);
+        }
     }
 
     #[test]
