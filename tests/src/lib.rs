@@ -6,4 +6,6 @@
     reason = "a test stops at the first surprise"
 )]
 
+#[cfg(not(target_arch = "wasm32"))]
+pub mod engine;
 pub mod kernel;
