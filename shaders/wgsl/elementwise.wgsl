@@ -27,7 +27,7 @@ const OP_MUL: u32 = 3u; // a * b
 const OP_DIV: u32 = 4u; // a / b
 const OP_MIN: u32 = 5u; // the smaller of a and b
 const OP_MAX: u32 = 6u; // the larger of a and b
-const OP_POW: u32 = 7u; // a to the b, a not negative
+const OP_POW: u32 = 7u; // a to the b; where a is negative b must be integral
 const OP_NEG: u32 = 8u; // -a
 const OP_ABS: u32 = 9u; // |a|
 const OP_EXP: u32 = 10u; // e to the a
@@ -213,6 +213,19 @@ fn normal_cdf(x: f32) -> f32 {
     return select(tail, 1.0 - tail, x > 0.0);
 }
 
+// The built-in is exp2(y log2(x)): undefined for negative x, and left to the implementation at zero.
+fn power(x: f32, y: f32) -> f32 {
+    if (y == 0.0) {
+        return 1.0;
+    }
+    if (x == 0.0 && y > 0.0) {
+        return 0.0;
+    }
+    let size = pow(abs(x), y);
+    let odd = fract(abs(y) * 0.5) == 0.5;
+    return select(size, -size, x < 0.0 && odd);
+}
+
 fn gelu_inner(x: f32) -> f32 {
     return 0.79788456 * fma(0.044715 * x * x, x, x);
 }
@@ -225,7 +238,7 @@ fn apply(x: f32, y: f32) -> f32 {
         case OP_DIV: { return x / y; }
         case OP_MIN: { return min(x, y); }
         case OP_MAX: { return max(x, y); }
-        case OP_POW: { return pow(x, y); }
+        case OP_POW: { return power(x, y); }
         case OP_NEG: { return -x; }
         case OP_ABS: { return abs(x); }
         case OP_EXP: { return exp(x); }

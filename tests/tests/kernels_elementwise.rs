@@ -155,6 +155,36 @@ async fn activations_hold_far_from_zero(gpu: &Gpu) {
     }
 }
 
+async fn powers_of_negative_numbers_and_zero_are_defined(gpu: &Gpu) {
+    let bases: Vec<f32> = (-6..=6).flat_map(|i| [i as f32 * 0.75; 7]).collect();
+    let exponents: Vec<f32> = (0..91).map(|i| [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0][i % 7]).collect();
+    let p = dense(&[91]);
+    check(
+        gpu,
+        &Case {
+            p,
+            code: op::POW,
+            inputs: [&bases, &exponents, &bases],
+            dtypes: [F32; 4],
+        },
+        STRICT,
+    )
+    .await;
+    let negative: Vec<f32> = exponents.iter().map(|y| -y).collect();
+    let bases: Vec<f32> = bases.iter().map(|x| x + 0.25).collect();
+    check(
+        gpu,
+        &Case {
+            p,
+            code: op::POW,
+            inputs: [&bases, &negative, &bases],
+            dtypes: [F32; 4],
+        },
+        STRICT,
+    )
+    .await;
+}
+
 async fn sizes_that_fit_no_tile_are_written_to_their_last_element(gpu: &Gpu) {
     let mut random = Random::new(3);
     for n in [1, 3, 31, 33, 65, 127, 1023, 1025, 5003] {
@@ -466,6 +496,7 @@ async fn cast(gpu: &Gpu, p: &Params, bits: &[u32], from: u32, to: u32) -> Vec<u3
 gpu_tests!(
     every_operation_equals_its_twin,
     activations_hold_far_from_zero,
+    powers_of_negative_numbers_and_zero_are_defined,
     sizes_that_fit_no_tile_are_written_to_their_last_element,
     ranks_zero_to_six_broadcast_in_every_dimension,
     a_copy_transposes_and_slices,

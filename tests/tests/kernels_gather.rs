@@ -133,7 +133,7 @@ async fn a_tensor_is_placed_into_a_view_and_leaves_the_rest(gpu: &Gpu) {
 async fn rotary_embedding_equals_its_twin_and_turns_back(gpu: &Gpu) {
     for (i, (b, t, h, d, half)) in [
         (1u32, 1, 1, 2, 1),
-        (2, 3, 3, 8, 4),
+        (2, 3, 4, 8, 4),
         (1, 31, 2, 65, 16),
         (3, 5, 1, 127, 63),
     ]

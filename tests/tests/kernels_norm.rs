@@ -253,6 +253,27 @@ async fn weight_gradients_sum_rows_in_order_and_carry(gpu: &Gpu) {
             );
             near(&format!("norm_weight_grad {n}"), &floats(&got[0]), &dw, STRICT);
 
+            // Without carrying, what is stored does not matter.
+            let fresh = norm_weight_grad::Params {
+                carry: 0,
+                out_off: 0,
+                ..whole
+            };
+            let fresh_bufs = [bufs[0], bufs[1], bufs[2], Buf::Fresh(n as usize)];
+            let alone = gpu
+                .run_every_way(&norm_weight_grad::SHADER, &overrides, &fresh, &fresh_bufs)
+                .await;
+            let mut dw = vec![0.0; n as usize];
+            cpu::norm_weight_grad(
+                &fresh,
+                of,
+                &doubles(&x),
+                &doubles(&floats(&stats)),
+                &doubles(&dy),
+                &mut dw,
+            );
+            near(&format!("norm_weight_grad {n} fresh"), &floats(&alone[0]), &dw, STRICT);
+
             // The same rows in two micro-batches: equal in every bit.
             if rows > 1 {
                 let cut = (rows / 2 * n) as usize;
