@@ -193,9 +193,65 @@ async fn the_gradient_of_a_block_is_that_part_of_the_whole(gpu: &Gpu) {
     }
 }
 
+async fn a_block_of_tokens_writes_its_own_rows_with_the_bits_of_all(gpu: &Gpu) {
+    let (tokens, vocabulary, first_row) = (7u32, 1500u32, 4u32);
+    let mut random = Random::new(11);
+    let logits = random.units((tokens * vocabulary) as usize);
+    let labels = [3, 1499, -100, 0, 1024, 77, 1023];
+    let label_words = labels.map(|l| l as u32);
+    let dloss = words(&random.units(tokens as usize));
+    let whole = stats_of(gpu, &logits, &labels, vocabulary, &[vocabulary]).await;
+    let block = words(&logits[(first_row * vocabulary) as usize..]);
+    let rows = tokens - first_row;
+    let p = ce_lse::Params {
+        groups: rows,
+        rows,
+        width: vocabulary,
+        stride: vocabulary,
+        first_row,
+        start: 1,
+        ..Default::default()
+    };
+    let blank = vec![7; whole.len()];
+    let bufs = [Buf::In(&block), Buf::In(&label_words), Buf::InOut(&blank)];
+    let got = gpu.run_every_way(&ce_lse::SHADER, &[], &p, &bufs).await.remove(0);
+    let split = 3 * first_row as usize;
+    same_words("rows before the block", &got[..split], &blank[..split]);
+    same_words("rows of the block", &got[split..], &whole[split..]);
+
+    let gradient = async |first_row: u32, block: &[u32]| {
+        let rows = tokens - first_row;
+        let p = ce_grad::Params {
+            groups: rows * vocabulary.div_ceil(1024),
+            rows,
+            width: vocabulary,
+            stride: vocabulary,
+            first_row,
+            scale: 0.5,
+            ..Default::default()
+        };
+        let stats = Buf::In(&whole);
+        let bufs = [
+            Buf::In(block),
+            stats,
+            Buf::In(&label_words),
+            Buf::In(&dloss),
+            Buf::Fresh(block.len()),
+        ];
+        gpu.run_every_way(&ce_grad::SHADER, &[], &p, &bufs).await.remove(0)
+    };
+    let all = gradient(0, &words(&logits)).await;
+    same_words(
+        "gradient",
+        &gradient(first_row, &block).await,
+        &all[(first_row * vocabulary) as usize..],
+    );
+}
+
 gpu_tests!(
     losses_and_gradients_equal_twin_and_textbook,
     a_vocabulary_in_pieces_has_the_bits_of_the_whole,
     the_largest_logit_is_found_wherever_it_stands,
     the_gradient_of_a_block_is_that_part_of_the_whole,
+    a_block_of_tokens_writes_its_own_rows_with_the_bits_of_all,
 );
