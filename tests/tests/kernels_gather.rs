@@ -77,9 +77,9 @@ async fn the_gradient_of_gather_adds_rows_in_order(gpu: &Gpu) {
             t,
             d,
             rows,
-            first_row: 4,
+            first_row,
             out_off: 1,
-            carry: 1,
+            carry,
             ..Default::default()
         };
         let bufs = [
