@@ -80,22 +80,21 @@ pub struct Done {
 }
 
 impl Job {
-    async fn run(mut self) -> Done {
+    /// Fills the chunk. After an error its content must not be used.
+    async fn fill(&mut self) -> Result<()> {
         let bytes = self.memory.bytes();
-        let mut result = Ok(());
         let mut end = 0;
         for read in &self.table.reads[self.reads.start as usize..self.reads.end as usize] {
             let (to, len) = (read.to as usize, read.len as usize);
             bytes[end..to].fill(0);
             end = to + len;
-            result = self.table.sources[read.source as usize].fill(read.at, &mut bytes[to..end]).await;
-            if result.is_err() {
-                break;
-            }
+            self.table.sources[read.source as usize].fill(read.at, &mut bytes[to..end]).await?;
         }
-        if result.is_ok() {
-            bytes[end..self.len as usize].fill(0);
-        }
+        bytes[end..self.len as usize].fill(0);
+        Ok(())
+    }
+
+    fn done(self, result: Result<()>) -> Done {
         Done { chunk: self.chunk, memory: self.memory, result }
     }
 }

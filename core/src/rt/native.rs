@@ -1,6 +1,9 @@
 //! Native: a reader thread, and waiting by polling the device in short slices.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -28,8 +31,13 @@ impl Reader {
         let thread = std::thread::Builder::new()
             .name("ebbtide-reader".into())
             .spawn(move || {
-                for job in queue {
-                    if results.send(pollster::block_on(job.run())).is_err() {
+                for mut job in queue {
+                    let filled = catch_unwind(AssertUnwindSafe(|| at_once(job.fill())));
+                    // A reader of the caller's that panics must not take the ring's memory with it.
+                    let result = filled.unwrap_or_else(|_| {
+                        Err(Error::Io { file: "a source".into(), reason: "its reader panicked".into() })
+                    });
+                    if results.send(job.done(result)).is_err() {
                         break;
                     }
                 }
@@ -56,6 +64,17 @@ impl Reader {
         } else {
             Ok(self.done.try_recv().ok())
         }
+    }
+}
+
+/// Runs a future that never waits: natively sources block. `pollster` would allocate for every chunk.
+fn at_once<T>(future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    loop {
+        if let Poll::Ready(value) = future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            return value;
+        }
+        std::thread::yield_now();
     }
 }
 
@@ -86,8 +105,12 @@ pub async fn pump(
     if wait && matches!(poll, wgpu::PollType::Poll) {
         std::thread::sleep(Duration::from_micros(50));
     }
-    // A timeout is not a failure; a lost device is reported by its callback.
-    crate::gpu::foreign(|| {
-        let _ = device.poll(poll);
+    crate::gpu::foreign(|| match device.poll(poll) {
+        Ok(_) | Err(wgpu::PollError::Timeout) => {}
+        // A lost device does not know the submissions that it refused, and only a plain poll calls back to say so.
+        Err(_) => {
+            std::thread::sleep(Duration::from_micros(50));
+            let _ = device.poll(wgpu::PollType::Poll);
+        }
     });
 }

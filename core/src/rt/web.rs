@@ -27,10 +27,10 @@ impl Reader {
 
     /// The next finished job, if there is one to run.
     pub async fn next(&mut self, _wait: bool) -> Result<Option<Done>> {
-        match self.jobs.pop_front() {
-            Some(job) => Ok(Some(job.run().await)),
-            None => Ok(None),
-        }
+        // The job stays in the queue while it is filled: dropping this future must not lose the chunk's memory.
+        let Some(job) = self.jobs.front_mut() else { return Ok(None) };
+        let result = job.fill().await;
+        Ok(self.jobs.pop_front().map(|job| job.done(result)))
     }
 }
 

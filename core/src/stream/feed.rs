@@ -147,7 +147,15 @@ impl UploadRing {
     pub async fn collect(&mut self, wait: bool) -> Result<()> {
         let mut wait = wait;
         while self.reading > 0 {
-            let Some(done) = self.reader.next(wait).await? else { break };
+            let done = match self.reader.next(wait).await {
+                Ok(Some(done)) => done,
+                Ok(None) => break,
+                Err(error) => {
+                    // The reader is gone, and with it what it was reading: nothing more will come.
+                    self.reading = 0;
+                    return Err(error);
+                }
+            };
             wait = false;
             self.reading -= 1;
             match self.issued.iter_mut().find(|i| i.chunk == done.chunk && i.ready.is_none()) {
@@ -219,9 +227,7 @@ impl UploadRing {
     pub async fn reset(&mut self, recorder: &Recorder) {
         while self.reading > 0 {
             // The error was reported when it came first.
-            if self.collect(true).await.is_err() && self.reading == 0 {
-                break;
-            }
+            let _ = self.collect(true).await;
         }
         while let Some(issued) = self.issued.pop_front() {
             self.memory[issued.chunk as usize] = issued.ready;
