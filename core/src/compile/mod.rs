@@ -8,6 +8,7 @@
 //! refused if and only if it is below that number, and above it the planner only adds.
 
 mod budget;
+mod fold;
 mod plan;
 mod residency;
 mod slots;
@@ -18,11 +19,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 pub use budget::Budget;
+pub use fold::{CompileReport, Stage};
 pub use plan::{
-    Action, Binding, Breakdown, Category, Content, Kernel, Place, Plan, Port, Ring, SegmentLayout, Slot, SlotId,
+    Action, Binding, Breakdown, Category, Content, FoldPort, Kernel, Place, Plan, Port, Ring, SegmentLayout, Slot, SlotId,
     SlotTable, StatePort,
 };
-pub use verify::verify;
+pub use verify::{verify, verify_prologue};
 
 use serde::Serialize;
 
@@ -36,6 +38,10 @@ use steps::{Step, StepKind};
 
 /// The readback ring at the floor.
 const FLOOR_READBACK: Ring = Ring { chunk: 4 << 10, chunks: 1 };
+/// Folds up to this size share a slot.
+const SMALL_FOLD: u64 = 64 << 10;
+/// The shared slot is closed beyond this size.
+const MAX_SHARED: u64 = 16 << 20;
 /// Largest chunk of a ring.
 const MAX_CHUNK: u64 = 16 << 20;
 /// Most chunks of a ring.
@@ -61,6 +67,8 @@ pub struct Options {
     pub recompute: Recompute,
     /// The set runs one plan once: nothing is resident before or after it.
     pub once: bool,
+    /// Compute constants in every step instead of once.
+    pub no_fold: bool,
     /// `keep_free: 0`: weight slots are made before each load and really destroyed after each eviction.
     pub keep_free_0: bool,
 }
@@ -78,6 +86,12 @@ pub struct PlanSet {
     pub segments: Vec<SegmentLayout>,
     /// The state arrays.
     pub states: Vec<StatePort>,
+    /// The folded constants.
+    pub folds: Vec<FoldPort>,
+    /// Computes the folded constants; runs once, before the other slots are made.
+    pub prologue: Plan,
+    /// What compiling does to the constants.
+    pub report: CompileReport,
     /// Content of the uniform buffer.
     pub uniforms: Vec<u8>,
     /// Content of weight slots at home: (slot, segment).
@@ -163,8 +177,20 @@ pub fn compile_with(
     let Candidate { mut lowering, shape, base, .. } = chosen;
     let set_by = lowering.floor_set_by(&shape);
     let residence = shape.reside(bytes - base);
-    let limits = Limits { budget: bytes, floor, all, base, set_by, recomputes };
-    let set = lowering.finish(&shape, residence, limits, options)?;
+    let limits = Limits { budget: bytes, floor, all, base, touched: shape.touched, set_by, recomputes, unlimited: false };
+    // Everything resident includes what compiling needs.
+    let limits = Limits { unlimited: budget == Budget::All, ..limits };
+    let mut set = None;
+    for growth in [fold::GROWTH, 0] {
+        if set.is_none() {
+            set = folded(&lowering, &shape, &residence, catalog, caps, &limits, options, growth)?;
+        }
+    }
+    let set = match set {
+        Some(set) => set,
+        None => lowering.finish(&shape, residence, limits, options)?,
+    };
+    verify_prologue(&set, caps)?;
     for (i, plan) in set.plans.iter().chain([&set.to_home]).enumerate() {
         let home_at_entry = i < set.plans.len();
         verify(plan, &set, caps, home_at_entry)?;
@@ -195,7 +221,59 @@ impl<'a> Candidate<'a> {
     }
 }
 
+/// The set with its constants folded, if there are any and the budget holds them.
+#[allow(clippy::too_many_arguments)] // one call, split off for its length
+fn folded(
+    lowering: &Lowering<'_>,
+    shape: &WeightsShape,
+    residence: &Residence,
+    catalog: &Catalog,
+    caps: &Caps,
+    limits: &Limits,
+    options: Options,
+    growth: u64,
+) -> Result<Option<PlanSet>> {
+    if options.once || options.keep_free_0 || options.no_fold {
+        return Ok(None);
+    }
+    let resident = |id: crate::weights::WeightId| {
+        shape.used().all(|s| {
+            residence.pinned.contains(&s) && !shape.by_hand.contains(&s)
+                || lowering.segments[s as usize].places.iter().all(|p| p.weight != id)
+        })
+    };
+    let lives: Vec<Vec<bool>> = lowering.programs.iter().map(|p| steps::live(p)).collect();
+    let folding = fold::analyse(&lowering.programs, &lives, catalog, &resident, growth);
+    if folding.folds.is_empty() {
+        return Ok(None);
+    }
+    let rewritten = folding.rewrite(&lowering.programs);
+    let prologue = folding.program(&lowering.programs, catalog)?;
+    let mut second = Lowering::with_folds(rewritten.iter().collect(), Some((&folding, &prologue)), catalog, caps)?;
+    let shape2 = second.weights_shape();
+    let pinned: BTreeSet<_> = residence.pinned.iter().map(|s| lowering.segments[*s as usize].segment.id).collect();
+    let streaming = if shape2.used().all(|s| pinned.contains(&second.segments[s as usize].segment.id)) {
+        residence.streaming.min(shape2.by_hand.len() as u32)
+    } else {
+        residence.streaming
+    };
+    let pinned = (0..second.segments.len() as u32).filter(|s| pinned.contains(&second.segments[*s as usize].segment.id));
+    let used: BTreeSet<u32> = shape2.used().collect();
+    let residence2 = Residence { pinned: pinned.filter(|s| used.contains(s)).collect(), streaming };
+    let base = second.base_bytes(shape2.floor_ring());
+    let unlimited = limits.unlimited;
+    let limits = Limits { base, set_by: limits.set_by.clone(), ..*limits };
+    let mut set = second.finish(&shape2, residence2, limits, options)?;
+    if unlimited {
+        set.budget = set.budget.max(set.planned_peak());
+        set.all = set.budget;
+    }
+    Ok((set.planned_peak() <= set.budget).then_some(set))
+}
+
 struct Limits {
+    unlimited: bool,
+    touched: u64,
     recomputes: bool,
     budget: u64,
     floor: u64,
@@ -304,6 +382,9 @@ struct Lowering<'a> {
     programs: Vec<&'a Program>,
     steps: Vec<Vec<Step>>,
     states: Vec<StatePort>,
+    folds: Vec<FoldPort>,
+    /// The fold program stands last; its values live in slots that are made for the prologue alone.
+    folding: Option<&'a fold::Folding>,
     segments: Vec<SegmentLayout>,
     /// Where each value lies: (program, value) → slot.
     values: HashMap<(u32, Tensor), SlotId>,
@@ -317,18 +398,38 @@ struct Lowering<'a> {
 
 impl<'a> Lowering<'a> {
     fn new(programs: Vec<&'a Program>, catalog: &Catalog, caps: &Caps) -> Result<Lowering<'a>> {
-        let mut segments: Vec<SegmentLayout> = Vec::new();
-        let mut index: HashMap<u32, u32> = HashMap::new();
+        Lowering::with_folds(programs, None, catalog, caps)
+    }
+
+    fn with_folds(
+        mut programs: Vec<&'a Program>,
+        folds: Option<(&'a fold::Folding, &'a Program)>,
+        catalog: &Catalog,
+        caps: &Caps,
+    ) -> Result<Lowering<'a>> {
+        programs.extend(folds.map(|(_, program)| program));
+        // A part that nothing reads is never loaded.
+        let mut used: BTreeMap<u32, BTreeSet<(crate::weights::WeightId, u32)>> = BTreeMap::new();
+        let mut order: Vec<crate::weights::Segment> = Vec::new();
         for program in &programs {
-            for node in program.graph.nodes() {
-                if let crate::graph::Op::Weight { segment, .. } = &node.op
-                    && !index.contains_key(&segment.0)
-                    && let Some(s) = program.graph.segment(*segment)
+            for (node, live) in program.graph.nodes().iter().zip(steps::live(program)) {
+                if let crate::graph::Op::Weight { segment, parts } = &node.op
+                    && live
                 {
-                    index.insert(segment.0, segments.len() as u32);
-                    segments.push(SegmentLayout::new(s, catalog)?);
+                    let entry = used.entry(segment.0).or_insert_with(|| {
+                        order.extend(program.graph.segment(*segment).cloned());
+                        BTreeSet::new()
+                    });
+                    entry.extend(parts.iter().map(|p| (p.weight, p.piece)));
                 }
             }
+        }
+        let mut segments: Vec<SegmentLayout> = Vec::new();
+        let mut index: HashMap<u32, u32> = HashMap::new();
+        for segment in &order {
+            index.insert(segment.id.0, segments.len() as u32);
+            let used = used.get(&segment.id.0);
+            segments.push(SegmentLayout::new(segment, catalog, &|w, p| used.is_some_and(|u| u.contains(&(w, p))))?);
         }
         let dense = |id: crate::weights::SegmentId| index.get(&id.0).copied().unwrap_or(u32::MAX);
         let steps: Vec<Vec<Step>> =
@@ -338,6 +439,8 @@ impl<'a> Lowering<'a> {
             programs,
             steps,
             states: Vec::new(),
+            folds: Vec::new(),
+            folding: folds.map(|(folding, _)| folding),
             segments,
             values: HashMap::new(),
             slots: Vec::new(),
@@ -354,6 +457,7 @@ impl<'a> Lowering<'a> {
     /// State arrays get slots of their own, all other values share.
     fn place_values(&mut self, caps: &Caps) -> Result<()> {
         let mut spans: BTreeMap<(u32, Tensor), (u32, u32)> = BTreeMap::new();
+        let mut folded = Vec::new();
         let mut named: BTreeMap<Arc<str>, (u64, crate::graph::StateSpec, Vec<(u32, Tensor)>)> = BTreeMap::new();
         for (p, steps) in self.steps.iter().enumerate() {
             let graph = &self.programs[p].graph;
@@ -370,12 +474,17 @@ impl<'a> Lowering<'a> {
                         entry.2.push(key);
                         continue;
                     }
+                    if let crate::graph::Op::Folded(i) = &graph.node(v).op {
+                        folded.push((key, *i));
+                        continue;
+                    }
                     let span = spans.entry(key).or_insert((t as u32, t as u32));
                     span.1 = t as u32;
                 }
             }
         }
         let limit = self.max_binding.min(caps.max_buffer);
+        let fold_program = self.fold_program();
         let mut intervals = Vec::with_capacity(spans.len());
         for ((program, value), (first, last)) in &spans {
             let graph = &self.programs[*program as usize].graph;
@@ -386,12 +495,18 @@ impl<'a> Lowering<'a> {
             }
             intervals.push(slots::Interval { program: *program, first: *first, last: *last, bytes });
         }
-        let (place, sizes) = slots::assign(&intervals);
-        for (key, slot) in spans.keys().zip(place) {
-            self.values.insert(*key, SlotId(slot));
-        }
         let slot = |category, bytes| Slot { category, buffers: vec![bytes], dynamic: false };
-        self.slots = sizes.into_iter().map(|bytes| slot(Category::Activations, bytes)).collect();
+        // The prologue's own values come and go before any other slot exists.
+        for (prologue, category) in [(false, Category::Activations), (true, Category::Workspace)] {
+            let here = |i: &slots::Interval| (Some(i.program) == fold_program) == prologue;
+            let chosen: Vec<slots::Interval> = intervals.iter().filter(|i| here(i)).copied().collect();
+            let keys = spans.keys().zip(&intervals).filter(|(_, i)| here(i)).map(|(key, _)| *key);
+            let (place, sizes) = slots::assign(&chosen);
+            let first = self.slots.len() as u32;
+            self.values.extend(keys.zip(place).map(|(key, s)| (key, SlotId(first + s))));
+            self.slots.extend(sizes.into_iter().map(|bytes| Slot { dynamic: prologue, ..slot(category, bytes) }));
+        }
+        self.place_folds(&folded);
         for (name, (bytes, spec, users)) in named {
             if bytes > limit {
                 return Err(Error::Limit { what: format!("state `{name}`"), need: bytes, have: limit });
@@ -402,6 +517,44 @@ impl<'a> Lowering<'a> {
             self.values.extend(users.into_iter().map(|key| (key, id)));
         }
         Ok(())
+    }
+
+    fn fold_program(&self) -> Option<u32> {
+        self.folding.map(|_| self.programs.len() as u32 - 1)
+    }
+
+    /// The programs that the caller gave.
+    fn own(&self) -> usize {
+        self.programs.len() - usize::from(self.folding.is_some())
+    }
+
+    /// Large folds get slots of their own; small ones share one, so that a thousand scalars do not make a thousand
+    /// buffers.
+    fn place_folds(&mut self, users: &[((u32, Tensor), u32)]) {
+        let Some(folding) = self.folding else { return };
+        let mut shared: Option<(SlotId, u64)> = None;
+        for fold in &folding.folds {
+            let (slot, offset) = match &mut shared {
+                Some((slot, end)) if fold.bytes <= SMALL_FOLD => (*slot, std::mem::replace(end, (*end + fold.bytes).next_multiple_of(ALIGN))),
+                _ => {
+                    self.slots.push(Slot { category: fold::CATEGORY, buffers: vec![fold.bytes], dynamic: false });
+                    let slot = SlotId(self.slots.len() as u32 - 1);
+                    if fold.bytes <= SMALL_FOLD {
+                        shared = Some((slot, fold.bytes.next_multiple_of(ALIGN)));
+                    }
+                    (slot, 0)
+                }
+            };
+            self.slots[slot.index()].buffers[0] = self.slots[slot.index()].buffers[0].max(offset + fold.bytes);
+            if shared.is_some_and(|(_, end)| end > MAX_SHARED) {
+                shared = None;
+            }
+            let (name, key, bytes) = (fold.name.clone(), fold.key.clone(), fold.bytes);
+            self.folds.push(FoldPort { name, key, slot, offset, bytes });
+        }
+        for (key, i) in users {
+            self.values.insert(*key, self.folds[*i as usize].slot);
+        }
     }
 
     fn place_params(&mut self) {
@@ -421,7 +574,7 @@ impl<'a> Lowering<'a> {
 
     /// Bytes of everything but weight slots.
     fn base_bytes(&self, upload: Ring) -> u64 {
-        let slots: u64 = self.slots.iter().map(Slot::bytes).sum();
+        let slots: u64 = self.slots.iter().filter(|s| !s.dynamic).map(Slot::bytes).sum();
         slots + upload.bytes() + FLOOR_READBACK.bytes() + self.uniforms.len() as u64
     }
 
@@ -510,10 +663,11 @@ impl<'a> Lowering<'a> {
         let keeps = !options.once && !options.keep_free_0;
         let home: Option<Home> = keeps.then(|| residency::home(&shape.needs[0], &residence));
         let mut plans = Vec::new();
-        for (p, program) in self.programs.iter().enumerate() {
+        for (p, program) in self.programs[..self.own()].iter().enumerate() {
             let schedule = residency::schedule(&shape.needs[p], &residence, home.as_ref());
             plans.push(self.plan(p as u32, program, &schedule, &locate, options)?);
         }
+        let prologue = self.prologue(&mut slots)?;
         let mut at_home: Vec<(SlotId, u32)> = Vec::new();
         if let Some(home) = &home {
             at_home.extend(residence.pinned.iter().map(|s| (locate(WeightSlot::Pinned(*s), *s), *s)));
@@ -535,11 +689,20 @@ impl<'a> Lowering<'a> {
         for slot in table.slots.iter().filter(|s| !s.dynamic) {
             planned.add(slot.category, slot.bytes());
         }
-        let peak_of_dynamic = plans.iter().map(|p| dynamic_peak(p, &table)).max().unwrap_or(0);
+        let peak_of_dynamic = plans.iter().map(|p| dynamic_peak(p, &table).total()).max().unwrap_or(0);
         planned.add(Category::Weights, peak_of_dynamic);
-        planned.add(Category::Upload, upload.bytes());
-        planned.add(Category::Readback, readback.bytes());
-        planned.add(Category::Uniforms, table.uniforms);
+        // The prologue runs when nothing but rings and parameters exists; it makes the folds' slots itself.
+        let mut early = dynamic_peak(&prologue, &table);
+        for sum in [&mut planned, &mut early] {
+            sum.add(Category::Upload, upload.bytes());
+            sum.add(Category::Readback, readback.bytes());
+            sum.add(Category::Uniforms, table.uniforms);
+        }
+        let report = self.report(&table, &prologue, &planned);
+        if prologue.actions.is_empty() || early.total() < planned.total() {
+            early = planned;
+        }
+        let planned = early;
         let resident = |s: &u32| self.segments[*s as usize].bytes;
         Ok(PlanSet {
             plans,
@@ -553,7 +716,10 @@ impl<'a> Lowering<'a> {
             floor: limits.floor,
             floor_set_by: limits.set_by,
             all: limits.all,
-            weight_bytes: shape.touched,
+            weight_bytes: limits.touched,
+            folds: std::mem::take(&mut self.folds),
+            prologue,
+            report,
             segments: std::mem::take(&mut self.segments),
             states: std::mem::take(&mut self.states),
             recomputes: limits.recomputes,
@@ -564,6 +730,52 @@ impl<'a> Lowering<'a> {
     fn largest_output(&self) -> u64 {
         let bytes = |p: &Program| p.outputs.iter().map(|(_, t)| p.graph.bytes(p.graph.storage(*t).0)).max().unwrap_or(0);
         self.programs.iter().map(|p| bytes(p)).max().unwrap_or(0)
+    }
+
+    /// The plan that computes the folds: their sources go one after the other through a slot that is made for it.
+    fn prologue(&self, slots: &mut Vec<Slot>) -> Result<Plan> {
+        let Some(p) = self.fold_program() else {
+            return Ok(Plan::nothing("fold"));
+        };
+        let program = self.programs[p as usize];
+        let needs: Vec<Need> = self.steps[p as usize].iter().map(Step::need).collect();
+        let sources: BTreeSet<u32> = needs.iter().flat_map(|n| n.automatic.iter().copied()).collect();
+        let residence = Residence { pinned: BTreeSet::new(), streaming: u32::from(!sources.is_empty()) };
+        let schedule = residency::schedule(&needs, &residence, None);
+        let source = SlotId(slots.len() as u32);
+        if !sources.is_empty() {
+            let buffers = envelope(sources.iter().map(|s| &self.segments[*s as usize].buffers));
+            slots.push(Slot { category: Category::Weights, buffers, dynamic: true });
+        }
+        let mut plan = self.plan(p, program, &schedule, &|_, _| source, Options::default())?;
+        plan.make_slots(&|slot| slots[slot.index()].dynamic, &|slot| slots[slot.index()].category == fold::CATEGORY);
+        plan.fills = fill_order(&plan.actions);
+        Ok(plan)
+    }
+
+    fn report(&self, table: &SlotTable, prologue: &Plan, planned: &Breakdown) -> CompileReport {
+        let folded: u64 = table.slots.iter().filter(|s| s.category == fold::CATEGORY).map(Slot::bytes).sum();
+        let held = planned.get(Category::Weights) + folded;
+        let peak = dynamic_peak(prologue, table).total();
+        let mut report = CompileReport {
+            held_bytes: held,
+            peak_bytes: held.max(peak),
+            staging_bytes: table.upload.bytes() + table.readback.bytes(),
+            ..Default::default()
+        };
+        let stage = |name: &str, bytes| Stage { name: name.into(), bytes };
+        report.stages.push(stage("dead code, equal constants", 0));
+        if let Some(folding) = self.folding {
+            let sources = |f: &fold::Fold| f.source_bytes();
+            report.folded = folding.folds.iter().map(|f| f.name.clone()).collect();
+            (report.skipped, report.retained) = (folding.skipped.clone(), folding.retained.clone());
+            (report.freed_bytes, report.duplicated_bytes) = (folding.freed_bytes, folding.duplicated_bytes);
+            report.largest_fold_bytes = folding.folds.iter().map(|f| sources(f) + f.bytes).max().unwrap_or(0);
+            report.stages.push(stage("folding, at its peak", peak));
+            report.stages.push(stage("folded, sources freed", folded));
+        }
+        report.stages.push(stage("compiled", held));
+        report
     }
 
     /// A program's steps with its loads and evictions between them, as actions.
@@ -579,6 +791,10 @@ impl<'a> Lowering<'a> {
         let value = |t: Tensor, write: bool| {
             let slot = self.values.get(&(p, t)).copied().unwrap_or(SlotId(u32::MAX));
             let state = self.states.iter().position(|s| s.slot == slot);
+            if let crate::graph::Op::Folded(i) = program.graph.node(t).op {
+                let offset = self.folds[i as usize].offset;
+                return Binding { content: Content::Folded(i), slot, buffer: 0, offset, size: program.graph.bytes(t), write };
+            }
             let content = state.map_or(Content::Value(t), |i| Content::State(i as u32));
             Binding { content, slot, buffer: 0, offset: 0, size: program.graph.bytes(t), write }
         };
@@ -622,7 +838,7 @@ impl<'a> Lowering<'a> {
                     for (content, write) in &call.bindings {
                         bindings.push(match content {
                             // Kernels name a state by its node, like any value.
-                            Content::State(_) => continue,
+                            Content::State(_) | Content::Folded(_) => continue,
                             Content::Value(v) => value(*v, *write),
                             Content::Weight { segment, weight, piece } => {
                                 let found = schedule.found[t].iter().find(|(s, _)| s == segment);
@@ -728,16 +944,24 @@ fn grow(ring: &mut Ring, spare: &mut u64, useful: u64) {
     }
 }
 
-/// The greatest sum of dynamic slots that are alive at once.
-fn dynamic_peak(plan: &Plan, table: &SlotTable) -> u64 {
-    let (mut live, mut peak) = (0, 0);
+/// The dynamic slots that are alive at once, at their greatest sum.
+fn dynamic_peak(plan: &Plan, table: &SlotTable) -> Breakdown {
+    let (mut live, mut peak) = (Breakdown::default(), Breakdown::default());
     for action in &plan.actions {
         match action {
-            Action::Alloc { slot } => live += table.slots[slot.index()].bytes(),
-            Action::Free { slot } => live -= table.slots[slot.index()].bytes(),
+            Action::Alloc { slot } => {
+                let slot = &table.slots[slot.index()];
+                live.add(slot.category, slot.bytes());
+            }
+            Action::Free { slot } => {
+                let slot = &table.slots[slot.index()];
+                live.sub(slot.category, slot.bytes());
+            }
             _ => {}
         }
-        peak = peak.max(live);
+        if live.total() > peak.total() {
+            peak = live;
+        }
     }
     peak
 }

@@ -195,7 +195,12 @@ pub struct SegmentLayout {
 
 impl SegmentLayout {
     /// Lays a segment's parts behind one another at multiples of [`ALIGN`], none across two buffers.
-    pub(crate) fn new(segment: &Segment, catalog: &Catalog) -> Result<SegmentLayout> {
+    /// Parts that `used` denies are left out: nothing reads them.
+    pub(crate) fn new(
+        segment: &Segment,
+        catalog: &Catalog,
+        used: &dyn Fn(WeightId, u32) -> bool,
+    ) -> Result<SegmentLayout> {
         let mut parts: Vec<(usize, std::ops::Range<u64>, WeightId, u32)> = Vec::new();
         for entry in segment.entries.iter() {
             let weight = catalog.weight(entry.weight);
@@ -205,7 +210,7 @@ impl SegmentLayout {
                 hint: None,
             })?;
             let key = (weight.source, piece.range.clone(), entry.weight, entry.piece);
-            if piece.range.start < piece.range.end && !parts.contains(&key) {
+            if piece.range.start < piece.range.end && used(entry.weight, entry.piece) && !parts.contains(&key) {
                 parts.push(key);
             }
         }
@@ -255,6 +260,8 @@ pub enum Content {
     Value(Tensor),
     /// A state array (index into [`PlanSet::states`](super::PlanSet)).
     State(u32),
+    /// A folded constant (index into [`PlanSet::folds`](super::PlanSet)).
+    Folded(u32),
 }
 
 /// One storage binding.
@@ -391,6 +398,22 @@ pub struct Port {
     pub shape: crate::graph::Shape,
 }
 
+/// A folded constant of a set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FoldPort {
+    /// What it is.
+    pub name: String,
+    /// Identity of what it computes from which bytes.
+    #[serde(skip)]
+    pub key: String,
+    /// The slot; small folds share one.
+    pub slot: SlotId,
+    /// First byte in the slot.
+    pub offset: u64,
+    /// Its bytes.
+    pub bytes: u64,
+}
+
 /// A state array of a set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StatePort {
@@ -422,6 +445,57 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// A plan that does nothing.
+    pub(crate) fn nothing(name: &str) -> Plan {
+        Plan { name: name.into(), actions: vec![], inputs: vec![], outputs: vec![], updates_from: 0, fills: vec![] }
+    }
+
+    /// The slots that an action touches.
+    fn slots_of(action: &Action) -> Vec<SlotId> {
+        match action {
+            Action::Load { slot, .. } | Action::Evict { slot, .. } | Action::Alloc { slot } | Action::Free { slot } => vec![*slot],
+            Action::Dispatch { bindings, .. } => bindings.iter().map(|b| b.slot).collect(),
+            Action::Upload { to, .. } | Action::LoadRows { to, .. } => vec![to.slot],
+            Action::Download { from, .. } => vec![from.slot],
+            Action::Hook { value, .. } => value.iter().map(|b| b.slot).collect(),
+        }
+    }
+
+    /// Makes slots just before their first action: temporary ones until just after their last, kept ones for good.
+    pub(crate) fn make_slots(&mut self, temporary: &dyn Fn(SlotId) -> bool, kept: &dyn Fn(SlotId) -> bool) {
+        let mut spans: std::collections::BTreeMap<SlotId, (usize, usize)> = Default::default();
+        for (i, action) in self.actions.iter().enumerate() {
+            for slot in Plan::slots_of(action) {
+                spans.entry(slot).or_insert((i, i)).1 = i;
+            }
+        }
+        let (mut first, mut last) = (vec![Vec::new(); self.actions.len()], vec![Vec::new(); self.actions.len()]);
+        for (slot, (from, to)) in &spans {
+            if temporary(*slot) || kept(*slot) {
+                first[*from].push(*slot);
+            }
+            if temporary(*slot) {
+                last[*to].push(*slot);
+            }
+        }
+        let (mut actions, mut moved) = (Vec::new(), vec![0u32; self.actions.len() + 1]);
+        for (i, action) in std::mem::take(&mut self.actions).into_iter().enumerate() {
+            actions.extend(first[i].iter().map(|slot| Action::Alloc { slot: *slot }));
+            moved[i] = actions.len() as u32;
+            actions.push(action);
+            actions.extend(last[i].iter().map(|slot| Action::Free { slot: *slot }));
+        }
+        if let Some(end) = moved.last_mut() {
+            *end = actions.len() as u32;
+        }
+        for action in &mut actions {
+            if let Action::Load { by, .. } = action {
+                *by = moved[*by as usize];
+            }
+        }
+        (self.updates_from, self.actions) = (actions.len() as u32, actions);
+    }
+
     /// Number of loads.
     pub fn loads(&self) -> usize {
         self.actions.iter().filter(|a| matches!(a, Action::Load { .. })).count()

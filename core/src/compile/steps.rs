@@ -45,7 +45,7 @@ impl Step {
                 .iter()
                 .filter_map(|(c, _)| match c {
                     Content::Value(t) => Some(*t),
-                    Content::Weight { .. } | Content::State(_) => None,
+                    Content::Weight { .. } | Content::State(_) | Content::Folded(_) => None,
                 })
                 .collect(),
         }
@@ -89,11 +89,11 @@ pub(crate) fn needs(steps: &[Step]) -> Vec<Need> {
     needs
 }
 
-/// The steps of a program, in order.
-pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) -> Result<Vec<Step>> {
+/// The nodes of a program that its outputs, updates and roots depend on.
+pub(crate) fn live(program: &Program) -> Vec<bool> {
     let graph = &program.graph;
     let mut live = vec![false; graph.nodes().len()];
-    for t in program.outputs.iter().map(|(_, t)| t).chain(graph.updates()) {
+    for t in program.outputs.iter().map(|(_, t)| t).chain(graph.updates()).chain(&program.roots) {
         live[t.index()] = true;
     }
     for i in (0..live.len()).rev() {
@@ -103,6 +103,13 @@ pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) 
             }
         }
     }
+    live
+}
+
+/// The steps of a program, in order.
+pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) -> Result<Vec<Step>> {
+    let graph = &program.graph;
+    let live = live(program);
     let inputs: Vec<Tensor> = (0..graph.nodes().len() as u32)
         .map(Tensor)
         .filter(|t| matches!(graph.node(*t).op, Op::Input { .. }))

@@ -1,7 +1,8 @@
 //! Opening a device, and the one place where buffers are made.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, Weak};
 
 use super::foreign;
 use super::pipelines::PipelineCache;
@@ -57,6 +58,7 @@ struct Inner {
     ledger: Arc<Ledger>,
     failures: Arc<Mutex<Failures>>,
     pipelines: PipelineCache,
+    folds: FoldStore,
     faults: Faults,
     made: AtomicU64,
 }
@@ -127,7 +129,7 @@ impl Device {
         let pipelines = PipelineCache::default();
         let ledger = Arc::new(Ledger::default());
         let faults = choice.faults.clone();
-        Ok(Device(Arc::new(Inner { device, queue, caps, ledger, failures, pipelines, faults, made: AtomicU64::new(0) })))
+        Ok(Device(Arc::new(Inner { device, queue, caps, ledger, failures, pipelines, folds: FoldStore::default(), faults, made: AtomicU64::new(0) })))
     }
 
     async fn choose(instance: &wgpu::Instance, choice: &DeviceChoice) -> Result<wgpu::Adapter> {
@@ -189,6 +191,10 @@ impl Device {
         &self.0.queue
     }
 
+    pub(crate) fn folds(&self) -> &FoldStore {
+        &self.0.folds
+    }
+
     pub(crate) fn pipelines(&self) -> &PipelineCache {
         &self.0.pipelines
     }
@@ -233,6 +239,25 @@ impl Device {
         }
         self.check()?;
         Ok(buffer)
+    }
+}
+
+/// Folded constants that live sessions of a device hold, by what they compute from which bytes.
+#[derive(Default)]
+pub(crate) struct FoldStore(Mutex<HashMap<String, Vec<Weak<Buffer>>>>);
+
+impl FoldStore {
+    /// The buffers of a fold, if they still exist.
+    pub fn find(&self, key: &str) -> Option<Vec<Arc<Buffer>>> {
+        let known = self.0.lock().unwrap_or_else(|p| p.into_inner());
+        known.get(key)?.iter().map(Weak::upgrade).collect()
+    }
+
+    /// Takes note of a fold; it lives as long as a session holds it.
+    pub fn keep(&self, key: String, buffers: &[Arc<Buffer>]) {
+        let mut known = self.0.lock().unwrap_or_else(|p| p.into_inner());
+        known.retain(|_, buffers| buffers.iter().all(|b| b.strong_count() > 0));
+        known.insert(key, buffers.iter().map(Arc::downgrade).collect());
     }
 }
 

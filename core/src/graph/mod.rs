@@ -120,6 +120,8 @@ pub struct Program {
     pub(crate) outputs: Vec<(Arc<str>, Tensor)>,
     /// The same program with the values of its blocks kept instead of computed again: more memory, same bits.
     pub(crate) kept: Option<Box<Program>>,
+    /// Values that are computed although no output needs them.
+    pub(crate) roots: Vec<Tensor>,
 }
 
 impl Program {
@@ -583,7 +585,7 @@ impl Graph {
     /// `x` dense and in f32: what can be downloaded.
     fn computed(&mut self, x: Tensor) -> Result<Tensor> {
         let (root, _) = self.storage(x);
-        let stored = matches!(self.nodes[root.index()].op, Op::Weight { .. } | Op::State(_));
+        let stored = matches!(self.nodes[root.index()].op, Op::Weight { .. } | Op::State(_) | Op::Folded(_));
         let narrow = !matches!(self.dtype(x), DType::F32 | DType::I32);
         if stored || narrow { self.unary(Unary::Copy, x) } else { self.dense(x) }
     }
@@ -611,7 +613,7 @@ impl Graph {
             graph.shape(*tensor)?;
             named.push((Arc::from(*name), graph.computed(*tensor)?));
         }
-        Ok(Program { name: "program".into(), graph, outputs: named, kept: None })
+        Ok(Program { name: "program".into(), graph, outputs: named, kept: None, roots: Vec::new() })
     }
 
     /// A program that computes `loss` (one element) and its gradients with respect to `wrt`, as the outputs
@@ -639,6 +641,52 @@ impl Graph {
 
     pub(crate) fn nodes(&self) -> &[Node] {
         &self.nodes
+    }
+
+    /// A constant computed before the first step.
+    pub(crate) fn folded(&mut self, index: u32, shape: Shape, dtype: DType) -> Tensor {
+        let t = self.push(Op::Folded(index), vec![], shape);
+        self.dtypes.insert(t.0, dtype);
+        t
+    }
+
+    /// Puts a folded constant in place of what computes it.
+    pub(crate) fn become_folded(&mut self, t: Tensor, index: u32) {
+        let dtype = self.dtype(t);
+        let node = &mut self.nodes[t.index()];
+        (node.op, node.into) = (Op::Folded(index), None);
+        node.inputs.clear();
+        self.dtypes.insert(t.0, dtype);
+    }
+
+    /// Adds a node of another graph, its operands as `copied` says.
+    pub(crate) fn copy_node(&mut self, from: &Graph, t: Tensor, copied: &HashMap<Tensor, Tensor>) -> Tensor {
+        let node = from.node(t);
+        let inputs = node.inputs.iter().map(|i| copied.get(i).copied().unwrap_or(*i)).collect();
+        let new = self.push(node.op.clone(), inputs, node.shape);
+        self.nodes[new.index()].into = node.into.clone();
+        if let Some(dtype) = from.dtypes.get(&t.0) {
+            self.dtypes.insert(new.0, *dtype);
+        }
+        new
+    }
+
+    /// Sets the dtype that a node's value is stored in.
+    pub(crate) fn set_dtype(&mut self, t: Tensor, dtype: DType) {
+        self.dtypes.insert(t.0, dtype);
+    }
+
+    /// Makes a node write into a region of another tensor instead of into storage of its own.
+    pub(crate) fn redirect(&mut self, t: Tensor, into: Tensor, region: Region) -> Tensor {
+        let node = &mut self.nodes[t.index()];
+        node.inputs.push(into);
+        node.into = Some(region);
+        t
+    }
+
+    /// Bytes of a value's elements in its dtype, in whole words.
+    pub(crate) fn bytes_of(&self, x: Tensor) -> u64 {
+        (self.node(x).shape.elements() * self.dtype(x).size()).next_multiple_of(4)
     }
 
     /// Bytes of a value's own storage, in whole words.

@@ -93,6 +93,8 @@ pub enum Op {
     Empty,
     /// Storage that outlives a run and is shared by all programs that name it.
     State(Arc<StateSpec>),
+    /// A constant that was computed before the first step (index into the set's folds).
+    Folded(u32),
     /// A further result of the node that is its operand.
     Extra,
     /// The value of the first operand, with a backward of the caller's own for the others.

@@ -1,5 +1,7 @@
 //! The store: what is on the device, and in which buffers.
 
+use std::sync::Arc;
+
 use crate::caps::ALIGN;
 use crate::compile::{Category, SlotId, SlotTable};
 use crate::error::Result;
@@ -7,7 +9,7 @@ use crate::gpu::{Buffer, Device};
 
 /// The buffers of every slot, and what weight slots hold.
 pub(crate) struct Store {
-    slots: Vec<Vec<Buffer>>,
+    slots: Vec<Vec<Arc<Buffer>>>,
     /// Segment held by each slot, complete.
     pub held: Vec<Option<u32>>,
 }
@@ -16,16 +18,29 @@ const USAGE: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_DST).union(wgpu::BufferUsages::COPY_SRC);
 
 impl Store {
-    /// Makes all static slots.
-    pub async fn new(device: &Device, table: &SlotTable) -> Result<Store> {
-        let mut store = Store { slots: Vec::with_capacity(table.slots.len()), held: vec![None; table.slots.len()] };
+    /// A store with no slot made.
+    pub fn new(table: &SlotTable) -> Store {
+        Store { slots: table.slots.iter().map(|_| Vec::new()).collect(), held: vec![None; table.slots.len()] }
+    }
+
+    /// Makes the static slots that do not exist yet.
+    pub async fn make_static(&mut self, device: &Device, table: &SlotTable) -> Result<()> {
         for (i, slot) in table.slots.iter().enumerate() {
-            store.slots.push(Vec::new());
-            if !slot.dynamic {
-                store.make(device, table, SlotId(i as u32)).await?;
+            if !slot.dynamic && self.slots[i].is_empty() {
+                self.make(device, table, SlotId(i as u32)).await?;
             }
         }
-        Ok(store)
+        Ok(())
+    }
+
+    /// Uses buffers that exist: folds which another session has made.
+    pub fn share(&mut self, slot: SlotId, buffers: Vec<Arc<Buffer>>) {
+        self.slots[slot.0 as usize] = buffers;
+    }
+
+    /// The buffers of a slot, to be shared.
+    pub fn shared(&self, slot: SlotId) -> Vec<Arc<Buffer>> {
+        self.slots[slot.0 as usize].clone()
     }
 
     /// Makes the buffers of a slot.
@@ -33,11 +48,12 @@ impl Store {
         let what = match table.slots[slot.0 as usize].category {
             Category::Weights => "a weight slot",
             Category::Activations => "an activation slot",
+            Category::Folded => "a folded constant",
             other => other.name(),
         };
         for bytes in &table.slots[slot.0 as usize].buffers {
             let buffer = device.buffer(what, table.slots[slot.0 as usize].category, *bytes, USAGE).await?;
-            self.slots[slot.0 as usize].push(buffer);
+            self.slots[slot.0 as usize].push(Arc::new(buffer));
         }
         Ok(())
     }

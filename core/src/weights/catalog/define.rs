@@ -117,7 +117,7 @@ impl Catalog {
             .collect()
     }
 
-    fn entry(&self, name: Arc<str>, id: WeightId, piece: u32) -> SegmentEntry {
+    pub(crate) fn entry(&self, name: Arc<str>, id: WeightId, piece: u32) -> SegmentEntry {
         let weight = self.weight(id);
         let shape = match weight.pieces.get(piece as usize) {
             Some(part) if weight.pieces.len() > 1 => {
