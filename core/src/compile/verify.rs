@@ -21,6 +21,8 @@ enum Held {
     Value(crate::graph::Tensor),
     /// A state array, for ever.
     State(u32),
+    /// Folded constants, for ever.
+    Folds,
 }
 
 struct Simulation<'a> {
@@ -34,6 +36,9 @@ struct Simulation<'a> {
     live: u64,
     at: usize,
     updates_from: usize,
+    /// Which folded constants are computed.
+    folded: Vec<bool>,
+    prologue: bool,
 }
 
 /// Checks a plan of a set. `home_at_entry` is false for the one plan that begins with empty slots.
@@ -42,17 +47,47 @@ struct Simulation<'a> {
 /// range overlaps another binding of its dispatch; bindings, alignments, sizes and grids are within the caps; the plan
 /// begins and ends at home; the sum of the table is within the budget and is what was planned.
 pub fn verify(plan: &Plan, set: &PlanSet, caps: &Caps, home_at_entry: bool) -> Result<()> {
+    let entry = if home_at_entry { Entry::Home } else { Entry::Empty };
+    simulate(plan, set, caps, entry)
+}
+
+/// As [`verify`], for the set's prologue: it begins with nothing but rings, parameters and the folds' own slots, and
+/// ends with every folded constant computed and nothing else on the device.
+pub fn verify_prologue(set: &PlanSet, caps: &Caps) -> Result<()> {
+    if set.folds.is_empty() { Ok(()) } else { simulate(&set.prologue, set, caps, Entry::Prologue) }
+}
+
+/// What a plan finds when it begins.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Entry {
+    Home,
+    Empty,
+    Prologue,
+}
+
+fn simulate(plan: &Plan, set: &PlanSet, caps: &Caps, entry: Entry) -> Result<()> {
     let table = &set.table;
+    let prologue = entry == Entry::Prologue;
+    // Before the prologue nothing but rings and parameters exists; after it, the folds.
+    let exists = |s: &super::Slot| !s.dynamic && !prologue;
+    let remains = |s: &super::Slot| !s.dynamic && (!prologue || s.category == Category::Folded);
     let mut sim = Simulation {
         set,
         caps,
         held: vec![Held::Nothing; table.slots.len()],
-        alive: table.slots.iter().map(|s| !s.dynamic).collect(),
+        alive: table.slots.iter().map(exists).collect(),
         windows: BTreeMap::new(),
         live: 0,
         at: 0,
         updates_from: plan.updates_from as usize,
+        folded: vec![!prologue; set.folds.len()],
+        prologue,
     };
+    for fold in &set.folds {
+        let size = sim.slot(fold.slot)?.bytes();
+        sim.check(fold.offset + fold.bytes <= size, || format!("the fold `{}` does not fit its slot", fold.name))?;
+        sim.held[fold.slot.index()] = Held::Folds;
+    }
     for (i, state) in set.states.iter().enumerate() {
         let size = sim.slot(state.slot)?.bytes();
         sim.check(size >= state.bytes, || format!("state `{}` does not fit its slot", state.name))?;
@@ -66,7 +101,7 @@ pub fn verify(plan: &Plan, set: &PlanSet, caps: &Caps, home_at_entry: bool) -> R
             if slot.category == Category::Weights {
                 sim.check(*bytes <= MAX_WEIGHT_BUFFER, || format!("a weight buffer of {bytes} bytes is above 128 MiB"))?;
             }
-            if !slot.dynamic {
+            if exists(slot) {
                 sum.add(slot.category, *bytes);
             }
         }
@@ -79,11 +114,14 @@ pub fn verify(plan: &Plan, set: &PlanSet, caps: &Caps, home_at_entry: bool) -> R
     }
     let fixed = sum.total();
 
+<<<<<<< /tmp/cur.rs
     sim.check(table.uniforms == set.uniforms.len() as u64, || "the uniform buffer is not as large as its content".into())?;
     for (slot, _) in &set.home {
         sim.slot(*slot)?;
     }
-    if home_at_entry {
+=======
+>>>>>>> /tmp/mine.rs
+    if entry == Entry::Home {
         for (slot, segment) in &set.home {
             sim.held[slot.index()] = Held::Segment(*segment);
         }
@@ -109,11 +147,12 @@ pub fn verify(plan: &Plan, set: &PlanSet, caps: &Caps, home_at_entry: bool) -> R
     sim.at = plan.actions.len();
     sim.close_windows(plan.actions.len() as u32)?;
     sim.check(sim.windows.is_empty(), || "a load's window ends after the plan".into())?;
-    for (slot, segment) in &set.home {
+    sim.check(sim.folded.iter().all(|done| *done), || "a folded constant is never computed".into())?;
+    for (slot, segment) in set.home.iter().filter(|_| !prologue) {
         let held = sim.held[slot.index()];
         sim.check(held == Held::Segment(*segment), || format!("slot {} is not at home at the end: {held:?}", slot.0))?;
     }
-    sim.check(table.slots.iter().zip(&sim.alive).all(|(s, alive)| *alive != s.dynamic), || "a dynamic slot outlives the plan".into())?;
+    sim.check(table.slots.iter().zip(&sim.alive).all(|(s, alive)| *alive == remains(s)), || "a dynamic slot outlives the plan".into())?;
     ring_order.sort_unstable();
     sim.check(ring_order.iter().map(|(_, i)| *i).eq(plan.fills.iter().copied()), || {
         "the ring's order is not that of the actions that need the bytes".into()
@@ -123,7 +162,7 @@ pub fn verify(plan: &Plan, set: &PlanSet, caps: &Caps, home_at_entry: bool) -> R
         format!("the table adds up to {peak} bytes, but {} were planned", set.planned_peak())
     })?;
     // A set without dynamic slots has one peak for all its plans.
-    if table.slots.iter().all(|s| !s.dynamic) {
+    if table.slots.iter().all(|s| !s.dynamic) && !prologue {
         sim.check(sum == set.planned, || format!("the table adds up to {sum:?}, but {:?} was planned", set.planned))?;
     }
     Ok(())
@@ -262,6 +301,11 @@ impl Simulation<'_> {
             format!("a binding of {} bytes at {} in a buffer of {size}", b.size, b.offset)
         })?;
         self.check(b.size <= self.caps.max_binding, || format!("a binding of {} bytes is above the adapter's limit", b.size))?;
+        if let Content::Folded(i) = b.content {
+            let fold = self.set.folds.get(i as usize);
+            let right = fold.is_some_and(|f| (f.slot, f.offset, f.bytes) == (b.slot, b.offset, b.size) && b.buffer == 0);
+            self.check(right, || format!("the fold #{i} is looked for in the wrong place"))?;
+        }
         if let Content::Weight { segment, weight, piece } = b.content {
             let place = self.set.segments.get(segment as usize).and_then(|s| s.place(weight, piece));
             let right = place.is_some_and(|p| (p.buffer, p.offset) == (b.buffer, b.offset) && p.bytes.next_multiple_of(4) == b.size);
@@ -276,6 +320,7 @@ impl Simulation<'_> {
             Content::Weight { segment, .. } => held == Held::Segment(segment),
             Content::Value(t) => held == Held::Value(t),
             Content::State(i) => held == Held::State(i),
+            Content::Folded(i) => held == Held::Folds && self.folded.get(i as usize) == Some(&true),
         };
         self.check(right, || format!("slot {} is read for {:?} but holds {held:?}", b.slot.0, b.content))
     }
@@ -287,10 +332,15 @@ impl Simulation<'_> {
             self.check(held == Held::State(i), || format!("state #{i} is written in slot {}, which holds {held:?}", b.slot.0))?;
             return self.check(free, || format!("state #{i} is written before the updates"));
         }
+        if let Content::Folded(i) = b.content {
+            self.check(self.prologue && held == Held::Folds, || format!("the fold #{i} is written after the prologue"))?;
+            self.folded[i as usize] = true;
+            return Ok(());
+        }
         let Content::Value(t) = b.content else {
             return Err(Error::Plan { action: self.at, reason: "a weight is written".into() });
         };
-        self.check(!matches!(held, Held::Filling(_) | Held::Segment(_) | Held::State(_)), || format!("slot {} is written while it holds {held:?}", b.slot.0))?;
+        self.check(!matches!(held, Held::Filling(_) | Held::Segment(_) | Held::State(_) | Held::Folds), || format!("slot {} is written while it holds {held:?}", b.slot.0))?;
         self.held[b.slot.index()] = Held::Value(t);
         Ok(())
     }

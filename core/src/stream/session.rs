@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::feed::{Part, ReadbackRing, UploadRing};
 use super::slots::{Store, uniform_buffer};
-use crate::compile::{Action, Binding, Content, Plan, PlanSet, SlotId, StatePort, verify};
+use crate::compile::{Action, Binding, Content, Plan, PlanSet, SlotId, StatePort, verify, verify_prologue};
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, NoEvents, Pass};
 use crate::gpu::{Buffer, Device, Dispatch, Pipeline, Recorder, foreign};
@@ -102,6 +102,9 @@ struct Chunk {
     reads: std::ops::Range<u32>,
 }
 
+/// Bind groups by shader and buffers: equal ones are made once.
+type Groups = HashMap<(&'static str, Vec<Binding>), Arc<wgpu::BindGroup>>;
+
 /// A dispatch with its pipeline and, for static slots, its bind group.
 struct Bound {
     pipeline: Arc<Pipeline>,
@@ -124,6 +127,7 @@ pub struct Session {
     /// Per plan, one entry for each of its dispatches in order.
     bound: Arc<Vec<Vec<Bound>>>,
     groups: u64,
+    folded: u64,
     recorder: Recorder,
     hook: Option<HookFn>,
     hook_value: Vec<u8>,
@@ -145,7 +149,7 @@ impl Session {
             }
         }
         let recorder = Recorder::new(device.clone());
-        let store = Store::new(device, &set.table).await?;
+        let store = Store::new(&set.table);
         let mut upload = UploadRing::new(device, set.table.upload).await?;
         let readback = ReadbackRing::new(device, set.table.readback).await?;
         let uniforms = uniform_buffer(device, set.table.uniforms).await?;
@@ -162,13 +166,17 @@ impl Session {
             uniforms,
             bound: Arc::new(Vec::new()),
             groups: 0,
+            folded: 0,
             recorder,
             hook: None,
             hook_value: Vec::new(),
             unsettled: true,
         };
-        session.bind().await?;
         session.write_uniforms().await?;
+        session.fold().await?;
+        let set = session.set.clone();
+        session.store.make_static(device, &set.table).await?;
+        session.bind().await?;
         session.settle(&mut NoEvents).await?;
         Ok(session)
     }
@@ -315,8 +323,12 @@ impl Session {
             }
         }
         let (device, hook) = (self.device.clone(), self.hook.take());
+        // Folds that the new set has as well are held over, so that they are found and not made again.
+        let same = self.set.folds.iter().map(|f| &f.key).eq(set.folds.iter().map(|f| &f.key));
+        let held: Vec<_> = self.set.folds.iter().filter(|_| same).map(|f| self.store.shared(f.slot)).collect();
         drop(self);
         let mut session = Session::new(&device, catalog, set).await?;
+        drop(held);
         for (name, bytes) in carried {
             session.write_state(&name, &bytes).await?;
         }
@@ -330,29 +342,69 @@ impl Session {
         self.store.forget(&self.set.table);
     }
 
+    /// Computes the folded constants, unless a session of this device holds them all.
+    async fn fold(&mut self) -> Result<()> {
+        let set = self.set.clone();
+        if set.folds.is_empty() {
+            return Ok(());
+        }
+        let mut slots: Vec<SlotId> = set.folds.iter().map(|f| f.slot).collect();
+        slots.dedup();
+        // A slot is known by the folds in it: the same ones lie in the same places.
+        let key = |slot: SlotId| -> String {
+            set.folds.iter().filter(|f| f.slot == slot).map(|f| format!("{}@{};", f.key, f.offset)).collect()
+        };
+        let found: Vec<_> = slots.iter().filter_map(|s| Some((*s, self.device.folds().find(&key(*s))?))).collect();
+        if found.len() == slots.len() {
+            found.into_iter().for_each(|(slot, buffers)| self.store.share(slot, buffers));
+            return Ok(());
+        }
+        drop(found);
+        self.bound = Arc::new(vec![self.bind_plan(&set.prologue, None).await?]);
+        let mut ignored = Outputs::default();
+        self.execute(&set.prologue, 0, &[], &Cancel::new(), &mut NoEvents, &mut ignored).await?;
+        self.folded = set.folds.len() as u64;
+        for slot in slots {
+            self.device.folds().keep(key(slot), &self.store.shared(slot));
+        }
+        Ok(())
+    }
+
+    /// Constants that this session computed itself when it began; the others were there.
+    pub fn folded(&self) -> u64 {
+        self.folded
+    }
+
     /// Makes pipelines and, for dispatches over static slots, bind groups; equal ones once.
     async fn bind(&mut self) -> Result<()> {
         let set = self.set.clone();
-        let mut known: HashMap<(&str, Vec<Binding>), Arc<wgpu::BindGroup>> = HashMap::new();
+        let mut known = HashMap::new();
         let mut all = Vec::new();
         for plan in &set.plans {
-            let mut bound = Vec::new();
-            for action in &plan.actions {
-                let Action::Dispatch { kernel, bindings, .. } = action else { continue };
-                let pipeline = self.device.pipeline(kernel).await?;
-                let fixed = bindings.iter().all(|b| !set.table.slots[b.slot.0 as usize].dynamic);
-                let group = fixed.then(|| {
-                    let place = |b: &Binding| Binding { content: Content::Value(crate::graph::Tensor(0)), ..*b };
-                    let key = (kernel.shader.name, bindings.iter().map(place).collect());
-                    known.entry(key).or_insert_with(|| Arc::new(self.group(&pipeline, kernel.shader, bindings))).clone()
-                });
-                bound.push(Bound { pipeline, group });
-            }
-            all.push(bound);
+            all.push(self.bind_plan(plan, Some(&mut known)).await?);
         }
         self.groups = known.len() as u64;
         self.bound = Arc::new(all);
         self.device.check()
+    }
+
+    /// The pipelines of a plan's dispatches and, with `known`, their bind groups. Where slots come and go, groups are
+    /// made at the dispatch.
+    async fn bind_plan(&self, plan: &Plan, mut known: Option<&mut Groups>) -> Result<Vec<Bound>> {
+        let set = &self.set;
+        let mut bound = Vec::new();
+        for action in &plan.actions {
+            let Action::Dispatch { kernel, bindings, .. } = action else { continue };
+            let pipeline = self.device.pipeline(kernel).await?;
+            let fixed = bindings.iter().all(|b| !set.table.slots[b.slot.0 as usize].dynamic);
+            let group = known.as_deref_mut().filter(|_| fixed).map(|known| {
+                let place = |b: &Binding| Binding { content: Content::Value(crate::graph::Tensor(0)), ..*b };
+                let key = (kernel.shader.name, bindings.iter().map(place).collect());
+                known.entry(key).or_insert_with(|| Arc::new(self.group(&pipeline, kernel.shader, bindings))).clone()
+            });
+            bound.push(Bound { pipeline, group });
+        }
+        Ok(bound)
     }
 
     fn group(&self, pipeline: &Pipeline, shader: &ebbtide_shaders::Shader, bindings: &[Binding]) -> wgpu::BindGroup {
@@ -408,8 +460,9 @@ impl Session {
     }
 }
 
-/// Verifies every plan of a set, and the way home.
+/// Verifies every plan of a set, its prologue and the way home.
 fn verify_all(set: &PlanSet, device: &Device) -> Result<()> {
+    verify_prologue(set, device.caps())?;
     for plan in &set.plans {
         verify(plan, set, device.caps(), true)?;
     }
