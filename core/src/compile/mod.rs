@@ -180,15 +180,24 @@ pub fn compile_with(
     let limits = Limits { budget: bytes, floor, all, base, touched: shape.touched, set_by, recomputes, unlimited: false };
     // Everything resident includes what compiling needs.
     let limits = Limits { unlimited: budget == Budget::All, ..limits };
-    let mut set = None;
+    let mut folded_set = None;
+    let mut reasons = fold::Folding::default();
     for growth in [fold::GROWTH, 0] {
-        if set.is_none() {
-            set = folded(&lowering, &shape, &residence, catalog, caps, &limits, options, growth)?;
+        if folded_set.is_none() && !(options.once || options.keep_free_0 || options.no_fold) {
+            let folding = find_folds(&lowering, &shape, &residence, catalog, growth);
+            folded_set = folded(&lowering, &folding, &residence, catalog, caps, &limits, options)?;
+            reasons = folding;
         }
     }
-    let set = match set {
+    let set = match folded_set {
         Some(set) => set,
-        None => lowering.finish(&shape, residence, limits, options)?,
+        None => {
+            let mut set = lowering.finish(&shape, residence, limits, options)?;
+            set.report.skipped = reasons.skipped;
+            let unmade = reasons.folds.into_iter().map(|f| (f.name, "the budget does not hold it while compiling".into()));
+            set.report.skipped.extend(unmade);
+            set
+        }
     };
     verify_prologue(&set, caps)?;
     for (i, plan) in set.plans.iter().chain([&set.to_home]).enumerate() {
@@ -221,21 +230,14 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// The set with its constants folded, if there are any and the budget holds them.
-#[allow(clippy::too_many_arguments)] // one call, split off for its length
-fn folded(
+/// The constants that may be computed once: those of weights that stay.
+fn find_folds(
     lowering: &Lowering<'_>,
     shape: &WeightsShape,
     residence: &Residence,
     catalog: &Catalog,
-    caps: &Caps,
-    limits: &Limits,
-    options: Options,
     growth: u64,
-) -> Result<Option<PlanSet>> {
-    if options.once || options.keep_free_0 || options.no_fold {
-        return Ok(None);
-    }
+) -> fold::Folding {
     let resident = |id: crate::weights::WeightId| {
         shape.used().all(|s| {
             residence.pinned.contains(&s) && !shape.by_hand.contains(&s)
@@ -243,13 +245,25 @@ fn folded(
         })
     };
     let lives: Vec<Vec<bool>> = lowering.programs.iter().map(|p| steps::live(p)).collect();
-    let folding = fold::analyse(&lowering.programs, &lives, catalog, &resident, growth);
+    fold::analyse(&lowering.programs, &lives, catalog, &resident, growth)
+}
+
+/// The set with its constants folded, if there are any and the budget holds them.
+fn folded(
+    lowering: &Lowering<'_>,
+    folding: &fold::Folding,
+    residence: &Residence,
+    catalog: &Catalog,
+    caps: &Caps,
+    limits: &Limits,
+    options: Options,
+) -> Result<Option<PlanSet>> {
     if folding.folds.is_empty() {
         return Ok(None);
     }
     let rewritten = folding.rewrite(&lowering.programs);
     let prologue = folding.program(&lowering.programs, catalog)?;
-    let mut second = Lowering::with_folds(rewritten.iter().collect(), Some((&folding, &prologue)), catalog, caps)?;
+    let mut second = Lowering::with_folds(rewritten.iter().collect(), Some((folding, &prologue)), catalog, caps)?;
     let shape2 = second.weights_shape();
     let pinned: BTreeSet<_> = residence.pinned.iter().map(|s| lowering.segments[*s as usize].segment.id).collect();
     let streaming = if shape2.used().all(|s| pinned.contains(&second.segments[s as usize].segment.id)) {

@@ -114,13 +114,10 @@ fn simulate(plan: &Plan, set: &PlanSet, caps: &Caps, entry: Entry) -> Result<()>
     }
     let fixed = sum.total();
 
-<<<<<<< /tmp/cur.rs
     sim.check(table.uniforms == set.uniforms.len() as u64, || "the uniform buffer is not as large as its content".into())?;
     for (slot, _) in &set.home {
         sim.slot(*slot)?;
     }
-=======
->>>>>>> /tmp/mine.rs
     if entry == Entry::Home {
         for (slot, segment) in &set.home {
             sim.held[slot.index()] = Held::Segment(*segment);
@@ -226,7 +223,9 @@ impl Simulation<'_> {
                 let (dynamic, bytes) = (self.slot(*slot)?.dynamic, self.slot(*slot)?.bytes());
                 self.check(dynamic && self.alive[slot.index()], || format!("slot {} cannot be freed", slot.0))?;
                 let held = self.held[slot.index()];
-                self.check(held == Held::Nothing, || format!("slot {} is freed while it holds {held:?}", slot.0))?;
+                let unused = matches!(held, Held::Nothing | Held::Value(_));
+                self.check(unused, || format!("slot {} is freed while it holds {held:?}", slot.0))?;
+                self.held[slot.index()] = Held::Nothing;
                 self.alive[slot.index()] = false;
                 self.live -= bytes;
             }
