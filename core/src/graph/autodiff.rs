@@ -227,7 +227,7 @@ impl Graph {
             let shape = self.shape(*t)?;
             let zero = self.fill(shape, 0.0);
             let region = Region { shape, view: View { offset: *offset, strides: shape.dense_strides() }, carry: false };
-            sinks.arrays[*array] = self.place(zero, sinks.arrays[*array], region)?;
+            sinks.arrays[*array] = self.place_over(zero, sinks.arrays[*array], region)?;
         }
         Ok(())
     }
@@ -304,12 +304,50 @@ impl Graph {
         if region.carry {
             return Ok(Some(dy));
         }
-        if matches!(self.nodes[self.storage(inputs[k]).0.index()].op, Op::Empty) {
+        if matches!(self.nodes[inputs[k].index()].op, Op::Empty) {
             return Ok(None);
+        }
+        if self.written_apart(inputs[k], region) {
+            return Ok(Some(dy));
         }
         let zero = self.fill(region.shape, 0.0);
         let copy = self.unary(Unary::Copy, dy)?;
-        self.place(zero, copy, Region { carry: false, ..region.clone() }).map(Some)
+        self.place_over(zero, copy, Region { carry: false, ..region.clone() }).map(Some)
+    }
+
+    /// Whether `t` was written from nothing, and nowhere within the region: as the parts of a concatenation are. What the
+    /// region's elements hold then comes from nowhere else, so their gradient need not be taken out.
+    fn written_apart(&self, t: Tensor, region: &Region) -> bool {
+        let whole = self.nodes[t.index()].shape;
+        let (dense, rank) = (whole.dense_strides(), whole.rank());
+        let within = |r: &Region| -> Option<Vec<(u64, u64)>> {
+            if r.shape.rank() != rank || (0..rank).any(|d| r.shape.dims()[d] > 1 && r.view.strides[d] != dense[d]) {
+                return None;
+            }
+            let mut rest = r.view.offset;
+            let starts = (0..rank).map(|d| {
+                let start = rest / dense[d];
+                rest %= dense[d];
+                (start, start + r.shape.dims()[d])
+            });
+            Some(starts.collect())
+        };
+        let Some(own) = within(region) else { return false };
+        let mut t = t;
+        loop {
+            let node = &self.nodes[t.index()];
+            match (&node.op, &node.into) {
+                (Op::Empty, _) => return true,
+                (_, Some(other)) => {
+                    let apart = |other: Vec<(u64, u64)>| own.iter().zip(other).any(|((a, b), (c, d))| *b <= c || d <= *a);
+                    if !within(other).is_some_and(apart) {
+                        return false;
+                    }
+                    t = node.inputs[node.inputs.len() - 1];
+                }
+                _ => return false,
+            }
+        }
     }
 
     /// As [`Graph::vjp`], for a node with storage of its own.
@@ -322,7 +360,6 @@ impl Graph {
             | Op::Fill(_)
             | Op::Empty
             | Op::State(_)
-            | Op::Folded(_)
             | Op::LoadRows { .. }
             | Op::Extra
             | Op::Custom(_)
@@ -535,7 +572,7 @@ impl Graph {
         // A window or slice: the gradient lies in its place, zeros around it.
         if from.elements() > to.elements() && (0..to.rank()).all(|d| to.dims()[d] <= 1 || view.strides[d] > 0) {
             let zero = self.fill(from, 0.0);
-            return self.place(dy, zero, Region { shape: to, view: *view, carry: false });
+            return self.place_over(dy, zero, Region { shape: to, view: *view, carry: false });
         }
         // A broadcast: sum what was repeated.
         if from.broadcast(&to).is_ok_and(|s| s == to) {

@@ -7,6 +7,7 @@
 mod autodiff;
 mod op;
 mod shape;
+mod versions;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -225,8 +226,18 @@ impl Graph {
         Ok(joined)
     }
 
-    /// `into` with `x` written (or, with `carry`, added) at a region.
+    /// `into` with `x` written (or, with `carry`, added) at a region. Storage made by [`Graph::empty`], a state and the
+    /// result of another `place` are written where they lie and must be read through the result from then on; anything
+    /// else is copied first.
     pub fn place(&mut self, x: Tensor, into: Tensor, region: Region) -> Result<Tensor> {
+        let root = self.storage(into).0;
+        let kept = !matches!(self.nodes[root.index()].op, Op::Empty | Op::State(_));
+        let into = if kept && self.nodes[into.index()].into.is_none() { self.unary(Unary::Copy, into)? } else { into };
+        self.place_over(x, into, region)
+    }
+
+    /// As [`Graph::place`], over whatever `into` holds.
+    pub(crate) fn place_over(&mut self, x: Tensor, into: Tensor, region: Region) -> Result<Tensor> {
         let x = self.computed(x)?;
         self.push_into(Op::Place, vec![x], into, region)
     }
@@ -613,6 +624,7 @@ impl Graph {
             graph.shape(*tensor)?;
             named.push((Arc::from(*name), graph.computed(*tensor)?));
         }
+        graph.check_versions(named.iter().map(|(_, t)| *t))?;
         Ok(Program { name: "program".into(), graph, outputs: named, kept: None, roots: Vec::new() })
     }
 

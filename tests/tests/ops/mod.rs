@@ -70,6 +70,8 @@ pub struct Case<'a> {
     pub reference: Reference<'a>,
     pub catalog: Option<&'a Catalog>,
     pub tolerance: Tolerance,
+    /// For the gradients.
+    pub slopes: Tolerance,
 }
 
 impl<'a> Case<'a> {
@@ -88,6 +90,7 @@ impl<'a> Case<'a> {
             reference,
             catalog: None,
             tolerance: STRICT,
+            slopes: CHAIN,
         }
     }
 }
@@ -209,11 +212,7 @@ pub fn check(device: &Device, case: &Case<'_>) {
             let all = step.f32(&format!("grad.{k}")).unwrap();
             assert_eq!(all.len(), n, "{name}: gradient of operand {operand}");
             let got: Vec<f32> = sampled.iter().map(|i| all[*i]).collect();
-            let floor = Tolerance {
-                of_largest: CHAIN.of_largest,
-                ..CHAIN
-            };
-            near(&format!("{name}: gradient of operand {operand}"), &got, &want, floor);
+            near(&format!("{name}: gradient of operand {operand}"), &got, &want, case.slopes);
         }
     }
     let pieces = run(device, catalog, &cut(device), &programs, &case.given, &extra);
