@@ -360,6 +360,7 @@ impl Graph {
             | Op::Fill(_)
             | Op::Empty
             | Op::State(_)
+            | Op::Folded(_)
             | Op::LoadRows { .. }
             | Op::Extra
             | Op::Custom(_)

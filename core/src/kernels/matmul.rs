@@ -225,3 +225,101 @@ pub(super) fn matvec(node: &Node, out: Content, x: Operand, w: Operand, bias: Op
         work: m * n * k,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::caps::Caps;
+    use crate::graph::{Graph, Op, Region, Tensor};
+    use crate::nn::NnOp;
+    use crate::weights::{DType, Segment, SegmentEntry, SegmentId, WeightId};
+
+    const ROWS: u64 = 23;
+    const COLUMNS: u64 = 5;
+
+    /// A weight of 23 rows stored in pieces of so many each.
+    fn segment(pieces: &[u64]) -> Segment {
+        assert_eq!(pieces.iter().sum::<u64>(), ROWS);
+        let entry = |(i, rows): (usize, &u64)| SegmentEntry {
+            name: "w".into(),
+            weight: WeightId(0),
+            piece: i as u32,
+            dtype: DType::F32,
+            shape: vec![*rows, COLUMNS],
+        };
+        let entries: Vec<SegmentEntry> = pieces.iter().enumerate().map(entry).collect();
+        Segment { id: SegmentId(0), name: "s".into(), entries: entries.into(), left_out: Arc::new([]) }
+    }
+
+    fn numbers(seed: u32, n: u64) -> Vec<f32> {
+        (0..n as u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed * 40_503) >> 8) as f32 / 8_388_608.0 - 1.0).collect()
+    }
+
+    /// The last node of a graph, computed by the twin from its calls.
+    fn compute(g: &Graph, y: Tensor, pieces: &[u64], x: &[f32], start: &[f32]) -> Vec<f32> {
+        let w = numbers(2, ROWS * COLUMNS);
+        let bias = numbers(3, 64);
+        let mut out = start.to_vec();
+        for call in crate::kernels::lower(g, y, &|_| 0, &Caps::webgpu_defaults()).unwrap() {
+            assert_eq!(call.kernel.shader.name, "matmul");
+            let p: sh::matmul::Params = bytemuck::pod_read_unaligned(&call.params);
+            let Content::Weight { piece, .. } = call.bindings[1].0 else { panic!("{call:?}") };
+            let from = pieces[..piece as usize].iter().sum::<u64>() * COLUMNS;
+            let part = &w[from as usize..][..(pieces[piece as usize] * COLUMNS) as usize];
+            sh::cpu::matmul(&p, x, part, &bias, &mut out);
+        }
+        out
+    }
+
+    /// Every way to read the weight: along k or n, all of it or some rows, either direction, from zero or on.
+    fn every_way(pieces: &[u64]) -> Vec<Vec<f32>> {
+        let mut all = Vec::new();
+        let segment = segment(pieces);
+        for (from, to) in [(0, ROWS), (3, 4), (7, 21)] {
+            let n = to - from;
+            for carry in [false, true] {
+                // x · w, rows of the weight along k, both directions.
+                for descending in [false, true] {
+                    let mut g = Graph::new();
+                    let x = g.input("x", [4, n]).unwrap();
+                    let w = g.weight(&segment, "w").unwrap();
+                    let w = g.slice(w, 0, from, to).unwrap();
+                    let shape = Shape::new(&[4, COLUMNS]).unwrap();
+                    let into = g.empty(shape);
+                    let op = match descending {
+                        true => Op::Nn(NnOp::MatmulDescending),
+                        false => Op::MatMul { bias: false, alpha: 0.75 },
+                    };
+                    let region = Region { shape, view: View::dense(&shape), carry };
+                    let y = g.push_into(op, vec![x, w], into, region).unwrap();
+                    all.push(compute(&g, y, pieces, &numbers(1, 4 * n), &numbers(4, 4 * COLUMNS)));
+                }
+                // x · wᵀ + bias, rows of the weight along n.
+                let mut g = Graph::new();
+                let x = g.input("x", [4, COLUMNS]).unwrap();
+                let bias = g.input("bias", [n]).unwrap();
+                let w = g.weight(&segment, "w").unwrap();
+                let w = g.slice(w, 0, from, to).unwrap();
+                let w = g.transpose(w).unwrap();
+                let shape = Shape::new(&[4, n]).unwrap();
+                let into = g.empty(shape);
+                let region = Region { shape, view: View::dense(&shape), carry };
+                let y = g.push_into(Op::MatMul { bias: true, alpha: 0.75 }, vec![x, w, bias], into, region).unwrap();
+                all.push(compute(&g, y, pieces, &numbers(1, 4 * COLUMNS), &numbers(4, 4 * n)));
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn pieces_of_a_weight_leave_no_trace_in_any_bit() {
+        let whole = every_way(&[ROWS]);
+        for pieces in [&[1, 22][..], &[8, 8, 7], &[4, 3, 14, 2], &[1; 23]] {
+            assert_eq!(every_way(pieces), whole, "{pieces:?}");
+        }
+        // Another direction is another sum.
+        assert_ne!(whole[0], whole[1]);
+    }
+}

@@ -81,6 +81,7 @@ pub(crate) fn lower(graph: &Graph, tensor: Tensor, segments: SegmentIndex<'_>, c
         | Op::LoadRows { .. }
         | Op::Empty
         | Op::State(_)
+        | Op::Folded(_)
         | Op::Extra
         | Op::Custom(_) => vec![],
         Op::MatMul { bias, alpha } => {
