@@ -9,3 +9,4 @@
 #[cfg(not(target_arch = "wasm32"))]
 pub mod engine;
 pub mod kernel;
+pub mod stack;

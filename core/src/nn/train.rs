@@ -116,12 +116,40 @@ pub struct Trainable {
     pub windows: Vec<Tensor>,
 }
 
+/// Which part of an optimizer step a program is. Gradients of the parts of one step carry on from one another in the
+/// gradient arrays, so the bits are those of one batch of all their rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Part {
+    /// All of it.
+    #[default]
+    Whole,
+    /// The first group of micro-batches: gradients from zero, no update.
+    First,
+    /// A group between: gradients carried, no update.
+    Middle,
+    /// The last group: gradients carried, then the update.
+    Last,
+}
+
 /// A program that computes `loss` (one element) and updates the parameters. Inputs: those of the graph and
 /// [`HYPER_INPUT`] ([`AdamW::hyper`]). Outputs: `loss` and [`CONTROL`]. A step that is not finite changes nothing.
 pub fn train_step(g: Graph, loss: Tensor, params: &Params, values: &Trainable, adamw: &AdamW) -> Result<Program> {
+    train_part(g, loss, params, values, adamw, Part::Whole)
+}
+
+/// As [`train_step`], for a part of a step. Without the update the only output is `loss`.
+pub fn train_part(
+    g: Graph,
+    loss: Tensor,
+    params: &Params,
+    values: &Trainable,
+    adamw: &AdamW,
+    part: Part,
+) -> Result<Program> {
     if params.params.is_empty() {
         return Err(Error::Invalid { what: "train step".into(), reason: "there are no parameters to train".into() });
     }
+    let (carry, updates) = (matches!(part, Part::Middle | Part::Last), matches!(part, Part::Whole | Part::Last));
     g.both_ways(|mut g, recompute| {
         let scratch = |g: &mut Graph| -> Result<Vec<Tensor>> {
             let named = params.arrays.iter().enumerate();
@@ -129,9 +157,14 @@ pub fn train_step(g: Graph, loss: Tensor, params: &Params, values: &Trainable, a
         };
         let sunk: Vec<(Tensor, usize, u64)> =
             values.windows.iter().zip(&params.params).map(|(t, p)| (*t, p.array, p.offset)).collect();
-        let mut sinks = Sinks { params: &sunk, arrays: scratch(&mut g)?, carry: false };
+        let mut sinks = Sinks { params: &sunk, arrays: scratch(&mut g)?, carry };
         g.gradients(loss, &[], recompute, Some(&mut sinks))?;
         let grads = sinks.arrays;
+        if !updates {
+            let mut program = g.outputs(&[("loss", loss)])?.named("gradients");
+            program.roots = grads;
+            return Ok(program);
+        }
         let hyper = g.input(HYPER_INPUT, [HYPER])?;
         let control = optimizer::control(&mut g, loss, &grads, adamw.max_norm)?;
         let mut arrays = Vec::with_capacity(grads.len());

@@ -108,17 +108,20 @@ pub(crate) fn analyse(
     // Number of each constant node: (program, node) → number.
     let mut number: Vec<Vec<Option<u32>>> = Vec::new();
     for (program, live) in programs.iter().zip(lives) {
-        let mut ids: Vec<Option<u32>> = Vec::with_capacity(live.len());
-        for (node, live) in program.graph.nodes().iter().zip(live) {
-            let t = Tensor(ids.len() as u32);
-            let inputs: Option<Vec<u32>> = node.inputs.iter().map(|i| ids[i.index()]).collect();
-            let id = match (is_constant(&node.op) && *live, inputs) {
-                (true, Some(inputs)) => Some(interner.id(key(&program.graph, t, node, &inputs, catalog))),
-                _ => None,
-            };
-            ids.push(id);
-        }
-        number.push(ids);
+        // Storage that anything not constant writes into holds no constant, at whatever point of its history.
+        let mut written: BTreeSet<Tensor> = BTreeSet::new();
+        number.push(loop {
+            let ids = number_constants(program, live, &written, &mut interner, catalog);
+            let graph = &program.graph;
+            let writers = (0..ids.len() as u32).map(Tensor).filter(|t| {
+                live[t.index()] && ids[t.index()].is_none() && graph.node(*t).into.is_some()
+            });
+            let found: BTreeSet<Tensor> = writers.map(|t| graph.storage(t).0).collect();
+            if found.is_subset(&written) {
+                break ids;
+            }
+            written.extend(found);
+        });
     }
 
     // Constants that something else reads, by the value under the views.
@@ -174,8 +177,8 @@ pub(crate) fn analyse(
             }
             None => (uses.base, uses.base_places.clone()),
         };
-        if matches!(graph.node(base).op, Op::Fill(_)) {
-            continue; // a repeated literal is cheaper made than kept
+        if matches!(graph.node(base).op, Op::Fill(_) | Op::Empty) {
+            continue; // a repeated literal is cheaper made than kept, and storage without content is no constant
         }
         let name = name_of(graph, at.1, catalog);
         let weights: BTreeSet<WeightId> = sources.iter().map(|(w, _)| *w).collect();
@@ -229,6 +232,29 @@ pub(crate) fn analyse(
     folding.freed_bytes = consumed.iter().map(|(w, piece)| bytes_of_part(catalog, *w, *piece)).sum();
     folding.folds = candidates;
     folding
+}
+
+/// The number of each constant node of a program.
+fn number_constants(
+    program: &Program,
+    live: &[bool],
+    written: &BTreeSet<Tensor>,
+    interner: &mut Interner,
+    catalog: &Catalog,
+) -> Vec<Option<u32>> {
+    let graph = &program.graph;
+    let mut ids: Vec<Option<u32>> = Vec::with_capacity(live.len());
+    for (node, live) in graph.nodes().iter().zip(live) {
+        let t = Tensor(ids.len() as u32);
+        let inputs: Option<Vec<u32>> = node.inputs.iter().map(|i| ids[i.index()]).collect();
+        let owns = node.into.is_some() || matches!(node.op, Op::Empty);
+        let constant = *live && is_constant(&node.op) && !(owns && written.contains(&graph.storage(t).0));
+        ids.push(match inputs {
+            Some(inputs) if constant => Some(interner.id(key(graph, t, node, &inputs, catalog))),
+            _ => None,
+        });
+    }
+    ids
 }
 
 /// Ops whose value depends on their operands alone.
