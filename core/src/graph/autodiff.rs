@@ -5,9 +5,10 @@
 
 use std::collections::HashMap;
 
-use super::{Binary, CustomGrad, Fold, Graph, MAX_RANK, Op, Region, Shape, Tensor, Unary, View, Visit};
+use super::{Binary, CustomGrad, Fold, Graph, Op, Region, Shape, Tensor, Unary, View, Visit};
 use crate::error::{Error, Result};
 use crate::event::Pass;
+use crate::nn::NnOp;
 
 /// Gradients of parameters that go into one array instead of tensors of their own, so that micro-batches carry on
 /// from the stored sums.
@@ -159,13 +160,13 @@ impl Graph {
     /// Adds a part to the gradient of a tensor, or writes it into the array that it belongs to.
     fn collect(&mut self, input: Tensor, part: Tensor, walk: &mut Walk<'_, '_>) -> Result<()> {
         if let Some(sinks) = &mut walk.sinks
-            && let Some(k) = sinks.params.iter().position(|(t, ..)| *t == input)
+            && let Some((k, view)) = self.sunk(input, sinks.params)
         {
             let shape = self.shape(input)?;
             let (_, array, offset) = sinks.params[k];
             let carry = std::mem::replace(&mut walk.started[k], true);
             let array = &mut sinks.arrays[array];
-            let region = Region { shape, view: View { offset, strides: shape.dense_strides() }, carry };
+            let region = Region { shape, view: View { offset: offset + view.offset, ..view }, carry };
             *array = match self.written_in_place(part, *array, &region) {
                 Some(node) => node,
                 None => self.place(part, *array, region)?,
@@ -179,45 +180,38 @@ impl Graph {
         Ok(())
     }
 
+    /// The parameter that `t` is, or is all elements of in another order (a transposed weight), and how they lie in it.
+    fn sunk(&self, t: Tensor, params: &[(Tensor, usize, u64)]) -> Option<(usize, View)> {
+        let find = |t: Tensor| params.iter().position(|(p, ..)| *p == t);
+        let node = &self.nodes[t.index()];
+        if let Some(k) = find(t) {
+            return Some((k, View::dense(&node.shape)));
+        }
+        let Op::View(view) = node.op else { return None };
+        let all = self.nodes[node.inputs[0].index()].shape.elements() == node.shape.elements();
+        let repeats = (0..node.shape.rank()).any(|d| node.shape.dims()[d] > 1 && view.strides[d] == 0);
+        find(node.inputs[0]).filter(|_| all && !repeats).map(|k| (k, view))
+    }
+
     /// Lets the node that makes `part` write into a region of `array` instead, going on from what is stored there: carry,
     /// don't add. `None` where its kernel cannot, or where somebody else reads the part.
     fn written_in_place(&mut self, part: Tensor, array: Tensor, region: &Region) -> Option<Tensor> {
-        let (root, seen) = self.storage(part);
-        let node = &self.nodes[root.index()];
-        let shape = node.shape;
-        // A transposed weight's gradient is a view of the product: its strides in the region, the other way round.
-        let mut view = region.view;
-        if root != part {
-            let dense = shape.dense_strides();
-            if !matches!(node.op, Op::MatMul { .. }) || shape.rank() != region.shape.rank() || seen.offset != 0 {
-                return None;
-            }
-            let mut used = [false; MAX_RANK];
-            for d in 0..shape.rank() {
-                let fits = |i: &usize| !used[*i] && region.shape.dims()[*i] == shape.dims()[d] && seen.strides[*i] == dense[d];
-                let i = (0..shape.rank()).find(fits)?;
-                used[i] = true;
-                view.strides[d] = region.view.strides[i];
-            }
-        }
+        let node = &self.nodes[part.index()];
         let writes = match &node.op {
             Op::MatMul { bias: false, alpha } => *alpha == 1.0 || !region.carry,
-            Op::Nn(op) => op.takes_region(),
+            Op::Nn(op) => op.takes_region() && region.view.is_dense(&region.shape),
             _ => false,
         };
-        let read = |t: &Tensor| *t == root && root != part || *t == part;
-        let others = self.nodes[root.index() + 1..].iter().enumerate();
-        let mut others = others.filter(|(i, _)| root.index() + 1 + i != part.index());
-        let shared = others.any(|(_, n)| n.inputs.iter().any(read));
+        let read = self.nodes[part.index() + 1..].iter().any(|n| n.inputs.contains(&part));
         // The array must have been written before the product: nodes run in order.
-        if !writes || shared || node.into.is_some() || array > root {
+        if !writes || read || node.into.is_some() || array > part {
             return None;
         }
         let whole = self.nodes[array.index()].shape;
-        let node = &mut self.nodes[root.index()];
+        let node = &mut self.nodes[part.index()];
         node.inputs.push(array);
-        (node.shape, node.into) = (whole, Some(Region { shape, view, carry: region.carry }));
-        Some(root)
+        (node.shape, node.into) = (whole, Some(region.clone()));
+        Some(part)
     }
 
     /// Gradients of parameters that the loss does not reach are zero.
@@ -540,8 +534,10 @@ impl Graph {
                 self.sum_to(db, target)
             }
             _ => {
-                let s = self.shape(dy)?;
-                let db = self.reduce(Fold::Sum, dy, &(0..s.rank() - 1).collect::<Vec<_>>())?;
+                // In order over rows, so that it goes on from a stored gradient as a product does.
+                let dy = self.dense(dy)?;
+                let n = self.shape(dy)?.dims().last().copied().unwrap_or(1);
+                let (db, _) = self.nn(NnOp::NormBiasGrad, vec![dy, dy, dy], Shape::new(&[n])?, &[]);
                 self.reshape(db, target.dims())
             }
         }

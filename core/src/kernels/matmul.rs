@@ -51,6 +51,9 @@ pub(super) struct Product {
     pub order: Order,
 }
 
+/// Longest k of one dispatch. Mesa's software driver ends every loop of a shader after 65,535 iterations, silently.
+const MAX_K: u32 = 32_768;
+
 pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<Call>> {
     let Product { a, b, bias, alpha, order } = product;
     const OP: &str = "matmul";
@@ -116,7 +119,7 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
     };
     let a_content = a.whole(OP)?;
     let codes = [dtype_code(OP, a.dtype)?, dtype_code(OP, b.dtype)?, bias_code];
-    let call = |mut p: sh::matmul::Params, b: Content, last: bool| {
+    let one = |mut p: sh::matmul::Params, b: Content, last: bool| {
         p.has_bias = u32::from(last && bias_content.is_some());
         if order == Order::Descending {
             let last = p.k.saturating_sub(1);
@@ -135,11 +138,28 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
             work: b0 * b1 * u64::from(p.m) * u64::from(p.n) * u64::from(p.k),
         }
     };
+    // One call, or several that carry on from one another where k is longer than a loop may run.
+    let call = |p: sh::matmul::Params, b: Content, last: bool| -> Vec<Call> {
+        let count = p.k.div_ceil(MAX_K).max(1);
+        let cut = |i: u32| {
+            // Descending begins at the far end.
+            let part = if order == Order::Descending { count - 1 - i } else { i };
+            let (from, end) = (part * MAX_K, i + 1 == count);
+            let mut q = p;
+            q.k = (p.k - from).min(MAX_K);
+            q.a_off = p.a_off.wrapping_add(from.wrapping_mul(p.a_k));
+            q.b_off = p.b_off.wrapping_add(from.wrapping_mul(p.b_k));
+            q.carry = if i > 0 { 1 } else { p.carry };
+            q.alpha = if end { p.alpha } else { 1.0 };
+            one(q, b, last && end)
+        };
+        (0..count).map(cut).collect()
+    };
     match &b.content {
-        Source::Value(t) => Ok(vec![call(base, Content::Value(*t), true)]),
+        Source::Value(t) => Ok(call(base, Content::Value(*t), true)),
         Source::Weight { segment, parts, .. } if parts.len() == 1 => {
             let p = &parts[0];
-            Ok(vec![call(base, Content::Weight { segment: *segment, weight: p.weight, piece: p.piece }, true)])
+            Ok(call(base, Content::Weight { segment: *segment, weight: p.weight, piece: p.piece }, true))
         }
         Source::Weight { segment, parts, row } => {
             if b0 * b1 != 1 {
@@ -173,13 +193,13 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
                     p.a_off = small(OP, a.view.offset + (from - first) * a_k)?;
                     p.carry = u32::from(carry || i > 0);
                     p.alpha = if last { alpha } else { 1.0 };
-                    calls.push(call(p, content, last));
+                    calls.extend(call(p, content, last));
                 } else {
                     // Rows are n: each piece gives its own columns.
                     p.n = small(OP, to - from)?;
                     p.c_off = small(OP, c.offset + (from - first) * c_n)?;
                     p.bias_off = small(OP, bias_off + from - first)?;
-                    calls.push(call(p, content, true));
+                    calls.extend(call(p, content, true));
                 }
             }
             Ok(calls)

@@ -6,7 +6,7 @@
 
 use super::{NnOp, Vjp, dense_f32, shape_error};
 use crate::error::Result;
-use crate::graph::{CustomGrad, Fold, Graph, Op, Shape, Tensor};
+use crate::graph::{CustomGrad, Graph, Op, Shape, Tensor};
 use crate::weights::DType;
 
 /// Up to so many rows in all, a linear layer without an adapter is a matvec, another op than matmul.
@@ -131,9 +131,9 @@ fn lora_vjp(
         parts[k] = Some(g.matmul(dt, a, None)?);
     }
     if let Some(k) = bias.filter(|k| needed[*k]) {
-        let sum = g.reduce(Fold::Sum, dy, &[0])?;
         let shape = g.shape(call.inputs[k])?;
-        parts[k] = Some(g.reshape(sum, shape.dims())?);
+        let dy = dense_f32(g, dy)?;
+        parts[k] = Some(g.nn(NnOp::NormBiasGrad, vec![dy, dy, dy], shape, &[]).0);
     }
     Ok(parts)
 }
@@ -150,9 +150,9 @@ pub(super) fn matvec_vjp(g: &mut Graph, call: &Vjp<'_>) -> Result<Vec<Option<Ten
         parts[1] = Some(g.matmul(xt, dy, None)?);
     }
     if let Some(bias) = call.inputs.get(2).filter(|_| call.needed[2]) {
-        let sum = g.reduce(Fold::Sum, dy, &[0])?;
         let shape = g.shape(*bias)?;
-        parts[2] = Some(g.reshape(sum, shape.dims())?);
+        let dy = dense_f32(g, dy)?;
+        parts[2] = Some(g.nn(NnOp::NormBiasGrad, vec![dy, dy, dy], shape, &[]).0);
     }
     Ok(parts)
 }
