@@ -164,12 +164,19 @@ pub fn keep() -> Options {
 
 /// How a program is lowered: the set runs one plan once.
 pub fn once() -> Options {
-    Options { once: true, ..Options::default() }
+    Options {
+        once: true,
+        ..Options::default()
+    }
 }
 
 /// How a program is lowered: `keep_free: 0`.
 pub fn keep_free_0() -> Options {
-    Options { once: true, keep_free_0: true, ..Options::default() }
+    Options {
+        once: true,
+        keep_free_0: true,
+        ..Options::default()
+    }
 }
 
 /// Compiles one program for a device.

@@ -7,7 +7,7 @@
 
 use ebbtide::compile::{Budget, Options};
 use ebbtide::{Catalog, Device, Event, Outputs, Source};
-use ebbtide_tests::engine::{self, keep, keep_free_0, once, device, fixture, founding, same_step, trace, wait};
+use ebbtide_tests::engine::{self, device, fixture, founding, keep, keep_free_0, once, same_step, trace, wait};
 use std::sync::Arc;
 
 /// What MLX needs when it is streamed by hand.

@@ -282,7 +282,10 @@ fn a_slot_smaller_than_its_segment_or_its_value_is_found() {
     for (what, set) in sets() {
         for slot in 0..set.table.slots.len() {
             refused(&format!("{what}: slot {slot} four bytes smaller"), &set, None, |s| s.table.slots[slot].buffers[0] -= 4);
-            refused(&format!("{what}: slot {slot} larger"), &set, None, |s| s.table.slots[slot].buffers[0] += 256);
+            // What only the prologue makes may grow until the prologue's sum is the highest.
+            if set.options.keep_free_0 || !set.table.slots[slot].dynamic {
+                refused(&format!("{what}: slot {slot} larger"), &set, None, |s| s.table.slots[slot].buffers[0] += 256);
+            }
             refused(&format!("{what}: slot {slot} without bytes"), &set, None, |s| s.table.slots[slot].buffers[0] = 0);
         }
     }

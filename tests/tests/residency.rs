@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 use ebbtide::compile::{Action, Budget, Content};
-use ebbtide_tests::engine::{self, keep, chain, device, layers, loads, random, same_step, session};
+use ebbtide_tests::engine::{self, chain, device, keep, layers, loads, random, same_step, session};
 
 const L: u64 = 12;
 const WIDTH: u64 = 64;
@@ -174,8 +174,11 @@ fn a_visit_by_hand_holds_its_segment_from_its_first_use_to_its_last() {
         .unwrap()
         .0;
     for budget in [Budget::Floor, Budget::All] {
-        let (out, events) =
-            engine::run(&mut session(&device, &catalog, &build(true), budget, engine::once()), &x).unwrap();
+        let (out, events) = engine::run(
+            &mut session(&device, &catalog, &build(true), budget, engine::once()),
+            &x,
+        )
+        .unwrap();
         same_step("a visit with another segment in it", &out, &want);
         let hand: Vec<String> = engine::trace(&events)
             .into_iter()
