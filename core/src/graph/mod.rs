@@ -4,10 +4,13 @@
 //! before it, so there are no cycles to check. Building is checked: a shape that does not fit is an error where
 //! the node is made, never later.
 
+mod arithmetic;
 mod autodiff;
+mod derivative;
 mod op;
 mod shape;
 mod versions;
+mod views;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -175,87 +178,6 @@ impl Graph {
         self.push(Op::State(Arc::new(StateSpec { name: name.into(), category, scratch: true })), vec![], shape)
     }
 
-    /// Dense elements `offset ..` of a tensor, under another shape; costs nothing.
-    pub fn window(&mut self, x: Tensor, offset: u64, shape: Shape) -> Result<Tensor> {
-        let from = self.shape(x)?;
-        if offset.checked_add(shape.elements()).is_none_or(|end| end > from.elements()) {
-            return Err(Error::Shape { op: "window", reason: format!("{shape} at {offset} does not lie in {from}") });
-        }
-        let x = self.dense(x)?;
-        Ok(self.push(Op::View(View { offset, strides: shape.dense_strides() }), vec![x], shape))
-    }
-
-    /// Elements `start .. end` along a dimension; costs nothing.
-    pub fn slice(&mut self, x: Tensor, dim: usize, start: u64, end: u64) -> Result<Tensor> {
-        let from = self.shape(x)?;
-        if dim >= from.rank() || start > end || end > from.dims()[dim] {
-            return Err(Error::Shape { op: "slice", reason: format!("{start}..{end} of dimension {dim} does not lie in {from}") });
-        }
-        let mut dims = from.dims().to_vec();
-        dims[dim] = end - start;
-        let strides = from.dense_strides();
-        Ok(self.push(Op::View(View { offset: start * strides[dim], strides }), vec![x], Shape::new(&dims)?))
-    }
-
-    /// Tensors behind one another along a dimension.
-    pub fn concat(&mut self, parts: &[Tensor], dim: usize) -> Result<Tensor> {
-        let fail = |reason: String| Error::Shape { op: "concat", reason };
-        let first = self.shape(*parts.first().ok_or_else(|| fail("there is nothing to join".into()))?)?;
-        let mut dims = first.dims().to_vec();
-        if dim >= dims.len() {
-            return Err(fail(format!("{first} has no dimension {dim}")));
-        }
-        dims[dim] = 0;
-        for part in parts {
-            let s = self.shape(*part)?;
-            let fits = s.rank() == first.rank() && (0..s.rank()).all(|d| d == dim || s.dims()[d] == first.dims()[d]);
-            if !fits {
-                return Err(fail(format!("{s} and {first} differ outside dimension {dim}")));
-            }
-            dims[dim] += s.dims()[dim];
-        }
-        let shape = Shape::new(&dims)?;
-        let mut joined = self.push(Op::Empty, vec![], shape);
-        let (mut at, strides) = (0, shape.dense_strides());
-        for part in parts {
-            let s = self.shape(*part)?;
-            let view = View { offset: at * strides[dim], strides };
-            joined = self.place(*part, joined, Region { shape: s, view, carry: false })?;
-            at += s.dims()[dim];
-        }
-        Ok(joined)
-    }
-
-    /// `into` with `x` written (or, with `carry`, added) at a region. Storage made by [`Graph::empty`], a state and the
-    /// result of another `place` are written where they lie and must be read through the result from then on; anything
-    /// else is copied first.
-    pub fn place(&mut self, x: Tensor, into: Tensor, region: Region) -> Result<Tensor> {
-        let root = self.storage(into).0;
-        let kept = !matches!(self.nodes[root.index()].op, Op::Empty | Op::State(_));
-        let into = if kept && self.nodes[into.index()].into.is_none() { self.unary(Unary::Copy, into)? } else { into };
-        self.place_over(x, into, region)
-    }
-
-    /// As [`Graph::place`], over whatever `into` holds.
-    pub(crate) fn place_over(&mut self, x: Tensor, into: Tensor, region: Region) -> Result<Tensor> {
-        let x = self.computed(x)?;
-        self.push_into(Op::Place, vec![x], into, region)
-    }
-
-    /// A node that writes into a region of `into`.
-    pub(crate) fn push_into(&mut self, op: Op, mut inputs: Vec<Tensor>, into: Tensor, region: Region) -> Result<Tensor> {
-        let shape = self.shape(into)?;
-        inputs.push(into);
-        let tensor = self.push(op, inputs, shape);
-        self.nodes[tensor.index()].into = Some(region);
-        Ok(tensor)
-    }
-
-    /// Storage without content, to be written into.
-    pub fn empty(&mut self, shape: Shape) -> Tensor {
-        self.push(Op::Empty, vec![], shape)
-    }
-
     /// Marks what `build` adds as one block, whose values may be computed again in the backward pass instead of kept.
     /// Only `x` and the block's other operands from outside are kept. Blocks do not nest.
     pub fn block<T>(&mut self, build: impl FnOnce(&mut Graph) -> Result<T>) -> Result<T> {
@@ -297,26 +219,6 @@ impl Graph {
         let tensor = self.push(Op::LoadRows { weight: first.weight }, vec![ids], shape);
         self.dtypes.insert(tensor.0, first.dtype);
         Ok(tensor)
-    }
-
-    /// `x` as another dtype: f32, f16, bf16 or i32.
-    pub fn cast(&mut self, x: Tensor, dtype: DType) -> Result<Tensor> {
-        if self.dtype(x) == dtype {
-            return Ok(x);
-        }
-        if matches!(dtype, DType::I64 | DType::U8) {
-            return Err(Error::Shape { op: "cast", reason: format!("nothing is computed as {dtype:?}") });
-        }
-        let shape = self.shape(x)?;
-        let y = self.push(Op::Cast, vec![x], shape);
-        self.dtypes.insert(y.0, dtype);
-        Ok(y)
-    }
-
-    /// `cond ≠ 0 ? a : b`, broadcast.
-    pub fn select(&mut self, cond: Tensor, a: Tensor, b: Tensor) -> Result<Tensor> {
-        let shape = self.shape(a)?.broadcast(&self.shape(b)?)?.broadcast(&self.shape(cond)?)?;
-        Ok(self.push(Op::Select, vec![cond, a, b], shape))
     }
 
     /// A node of a fused operation, with shapes of its value and of its further results.
@@ -405,200 +307,6 @@ impl Graph {
         let shape = self.shape(x)?;
         let x = if when == HookWhen::Value { self.computed(x)? } else { x };
         Ok(self.push(Op::Hook { name: name.into(), when, mirrored }, vec![x], shape))
-    }
-
-    /// `a · b` over the last two dimensions, the leading ones broadcast; `bias` has the last extent of `b`.
-    /// `a`: [.., m, k], `b`: [.., k, n], result [.., m, n], f32.
-    pub fn matmul(&mut self, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
-        self.scaled_matmul(a, b, bias, 1.0)
-    }
-
-    /// `alpha · (a · b) (+ bias)`, see [`Graph::matmul`].
-    pub fn scaled_matmul(&mut self, a: Tensor, b: Tensor, bias: Option<Tensor>, alpha: f32) -> Result<Tensor> {
-        let shape = self.matmul_shape(a, b, bias)?;
-        let mut inputs = vec![a, b];
-        inputs.extend(bias);
-        Ok(self.push(Op::MatMul { bias: bias.is_some(), alpha }, inputs, shape))
-    }
-
-    /// `start + a · b (+ bias)`: every accumulator starts from `start`, whose storage the result takes over. `start`
-    /// must not be used by anything else.
-    pub(crate) fn matmul_from(&mut self, start: Tensor, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
-        let shape = self.matmul_shape(a, b, bias)?;
-        let region = Region { shape, view: View::dense(&shape), carry: true };
-        let mut inputs = vec![a, b];
-        inputs.extend(bias);
-        self.push_into(Op::MatMul { bias: bias.is_some(), alpha: 1.0 }, inputs, start, region)
-    }
-
-    fn matmul_shape(&self, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Shape> {
-        let (sa, sb) = (self.shape(a)?, self.shape(b)?);
-        let fail = |reason: String| Err(Error::Shape { op: "matmul", reason });
-        if sa.rank() < 2 || sb.rank() < 2 {
-            return fail(format!("{sa} · {sb}: both need at least two dimensions"));
-        }
-        let (da, db) = (sa.dims(), sb.dims());
-        let ((ba, ma), (bb, mb)) = (da.split_at(da.len() - 2), db.split_at(db.len() - 2));
-        if ma[1] != mb[0] {
-            return fail(format!("{sa} · {sb}: inner extents {} and {} differ", ma[1], mb[0]));
-        }
-        let batch = Shape::new(ba)?.broadcast(&Shape::new(bb)?)?;
-        if batch.rank() > 2 && batch.elements() > 1 && !(bb.iter().all(|d| *d == 1)) {
-            return fail(format!("{sa} · {sb}: more than two batch dimensions on both sides"));
-        }
-        if let Some(bias) = bias {
-            let s = self.shape(bias)?;
-            if s.elements() != mb[1] || s.dims().last().is_some_and(|d| *d != mb[1]) {
-                return fail(format!("bias {s} does not fit [{}]", mb[1]));
-            }
-        }
-        let mut dims = batch.dims().to_vec();
-        dims.extend([ma[0], mb[1]]);
-        Shape::new(&dims)
-    }
-
-    /// A function of one operand, elementwise.
-    pub fn unary(&mut self, f: Unary, x: Tensor) -> Result<Tensor> {
-        let shape = self.shape(x)?;
-        Ok(self.push(Op::Unary(f), vec![x], shape))
-    }
-
-    /// A function of two operands that broadcast, elementwise.
-    pub fn binary(&mut self, f: Binary, a: Tensor, b: Tensor) -> Result<Tensor> {
-        let shape = self.shape(a)?.broadcast(&self.shape(b)?)?;
-        Ok(self.push(Op::Binary(f), vec![a, b], shape))
-    }
-
-    /// `a + b`, broadcast.
-    pub fn add(&mut self, a: Tensor, b: Tensor) -> Result<Tensor> {
-        self.binary(Binary::Add, a, b)
-    }
-
-    /// `a · b`, elementwise, broadcast.
-    pub fn mul(&mut self, a: Tensor, b: Tensor) -> Result<Tensor> {
-        self.binary(Binary::Mul, a, b)
-    }
-
-    /// `x · factor`.
-    pub fn scale(&mut self, x: Tensor, factor: f32) -> Result<Tensor> {
-        let shape = self.shape(x)?;
-        Ok(self.push(Op::Scale(factor), vec![x], shape))
-    }
-
-    /// A tensor of one repeated value.
-    pub fn fill(&mut self, shape: Shape, value: f32) -> Tensor {
-        self.push(Op::Fill(value), vec![], shape)
-    }
-
-    /// Folds the named dimensions; they disappear from the shape.
-    pub fn reduce(&mut self, fold: Fold, x: Tensor, dims: &[usize]) -> Result<Tensor> {
-        let shape = self.shape(x)?;
-        if dims.iter().any(|d| *d >= shape.rank()) || dims.is_empty() && shape.rank() > 0 {
-            return Err(Error::Shape { op: "reduce", reason: format!("{shape} has no dimensions {dims:?}") });
-        }
-        let (mut kept, mut folded) = (Vec::new(), Vec::new());
-        for d in 0..shape.rank() {
-            if dims.contains(&d) { folded.push(d) } else { kept.push(d) }
-        }
-        let order: Vec<usize> = kept.iter().chain(&folded).copied().collect();
-        let x = self.permute(x, &order)?;
-        let shape = Shape::new(&kept.iter().map(|d| shape.dims()[*d]).collect::<Vec<_>>())?;
-        let y = self.push(Op::Reduce { fold, dims: folded.len() }, vec![x], shape);
-        if fold == Fold::Argmax {
-            self.dtypes.insert(y.0, DType::I32);
-        }
-        Ok(y)
-    }
-
-    /// Mean of all elements, a scalar.
-    pub fn mean(&mut self, x: Tensor) -> Result<Tensor> {
-        let rank = self.shape(x)?.rank();
-        self.reduce(Fold::Mean, x, &(0..rank).collect::<Vec<_>>())
-    }
-
-    /// Sum of all elements, a scalar.
-    pub fn sum(&mut self, x: Tensor) -> Result<Tensor> {
-        let rank = self.shape(x)?.rank();
-        self.reduce(Fold::Sum, x, &(0..rank).collect::<Vec<_>>())
-    }
-
-    /// The dimensions in another order; costs nothing.
-    pub fn permute(&mut self, x: Tensor, order: &[usize]) -> Result<Tensor> {
-        let shape = self.shape(x)?;
-        let mut seen = [false; MAX_RANK];
-        if order.len() != shape.rank() || order.iter().any(|d| *d >= shape.rank() || std::mem::replace(&mut seen[*d], true)) {
-            return Err(Error::Shape { op: "permute", reason: format!("{order:?} is no order of the dimensions of {shape}") });
-        }
-        if order.iter().enumerate().all(|(i, d)| i == *d) {
-            return Ok(x);
-        }
-        let dense = shape.dense_strides();
-        let mut strides = [0; MAX_RANK];
-        for (i, d) in order.iter().enumerate() {
-            strides[i] = dense[*d];
-        }
-        let shape = Shape::new(&order.iter().map(|d| shape.dims()[*d]).collect::<Vec<_>>())?;
-        Ok(self.push(Op::View(View { offset: 0, strides }), vec![x], shape))
-    }
-
-    /// The last two dimensions exchanged; costs nothing.
-    pub fn transpose(&mut self, x: Tensor) -> Result<Tensor> {
-        let rank = self.shape(x)?.rank();
-        if rank < 2 {
-            return Err(Error::Shape { op: "transpose", reason: "needs at least two dimensions".into() });
-        }
-        let mut order: Vec<usize> = (0..rank).collect();
-        order.swap(rank - 2, rank - 1);
-        self.permute(x, &order)
-    }
-
-    /// The same elements, row-major, under another shape; costs nothing when `x` is dense.
-    pub fn reshape(&mut self, x: Tensor, dims: &[u64]) -> Result<Tensor> {
-        let (from, to) = (self.shape(x)?, Shape::new(dims)?);
-        if from.elements() != to.elements() {
-            return Err(Error::Shape { op: "reshape", reason: format!("{from} has other elements than {to}") });
-        }
-        if from == to {
-            return Ok(x);
-        }
-        let x = self.dense(x)?;
-        Ok(self.push(Op::View(View::dense(&to)), vec![x], to))
-    }
-
-    /// `x` repeated to the shape that it broadcasts to; costs nothing.
-    pub fn broadcast_to(&mut self, x: Tensor, to: Shape) -> Result<Tensor> {
-        let from = self.shape(x)?;
-        if from == to {
-            return Ok(x);
-        }
-        if from.broadcast(&to)? != to {
-            return Err(Error::Shape { op: "broadcast", reason: format!("{from} does not broadcast to {to}") });
-        }
-        let view = View::dense(&from).broadcast(&from, &to);
-        Ok(self.push(Op::View(view), vec![x], to))
-    }
-
-    /// `x` with its elements one after another, copied only where a view says otherwise.
-    pub fn dense(&mut self, x: Tensor) -> Result<Tensor> {
-        let shape = self.shape(x)?;
-        let (_, view) = self.storage(x);
-        if view.offset == 0 && view.is_dense(&shape) {
-            return Ok(x);
-        }
-        let integers = self.dtype(x) == DType::I32;
-        let y = self.unary(Unary::Copy, x)?;
-        if integers {
-            self.dtypes.insert(y.0, DType::I32);
-        }
-        Ok(y)
-    }
-
-    /// `x` dense and in f32: what can be downloaded.
-    fn computed(&mut self, x: Tensor) -> Result<Tensor> {
-        let (root, _) = self.storage(x);
-        let stored = matches!(self.nodes[root.index()].op, Op::Weight { .. } | Op::State(_) | Op::Folded(_));
-        let narrow = !matches!(self.dtype(x), DType::F32 | DType::I32);
-        if stored || narrow { self.unary(Unary::Copy, x) } else { self.dense(x) }
     }
 
     /// The shape of a value.
@@ -719,23 +427,6 @@ impl Graph {
         self.segments.get(&id.0)
     }
 
-    /// The value whose storage `x` lies in, and how it lies there.
-    pub(crate) fn storage(&self, x: Tensor) -> (Tensor, View) {
-        let node = self.node(x);
-        if let (Some(_), Some(into)) = (&node.into, node.inputs.last()) {
-            return (self.storage(*into).0, View::dense(&node.shape));
-        }
-        match &node.op {
-            Op::Hook { .. } | Op::Custom(_) => self.storage(node.inputs[0]),
-            Op::View(view) => {
-                let input = node.inputs[0];
-                let (root, base) = self.storage(input);
-                (root, compose(view, &self.node(input).shape, &base))
-            }
-            _ => (x, View::dense(&node.shape)),
-        }
-    }
-
     fn push(&mut self, op: Op, inputs: Vec<Tensor>, shape: Shape) -> Tensor {
         let pass = if self.in_backward { Pass::Backward } else { Pass::Forward };
         let (visit, block) = (self.open_visit, self.open_block);
@@ -750,28 +441,4 @@ fn missing_weight(segment: &Segment, name: &str) -> Error {
         name: name.into(),
         hint: Some(format!("segment `{}` does not hold it", segment.name)),
     }
-}
-
-/// A view given over the dense elements of `shape`, seen through `base`, where those elements really lie. Views
-/// are only made over dense tensors or by permuting, so each stride of `view` is a stride of the dense shape.
-fn compose(view: &View, shape: &Shape, base: &View) -> View {
-    if base.is_dense(shape) {
-        return View { offset: base.offset + view.offset, strides: view.strides };
-    }
-    let dense = shape.dense_strides();
-    let mut strides = [0; MAX_RANK];
-    for (out, stride) in strides.iter_mut().zip(view.strides) {
-        // Extents of 1 have a stride that is never followed, so the first dimension that fits is right.
-        let found = (0..shape.rank()).find(|d| stride != 0 && dense[*d] == stride && shape.dims()[*d] > 1);
-        *out = found.map_or(0, |d| base.strides[d]);
-    }
-    let mut offset = base.offset;
-    let mut rest = view.offset;
-    for d in 0..shape.rank() {
-        if dense[d] > 0 {
-            offset += (rest / dense[d]) * base.strides[d];
-            rest %= dense[d];
-        }
-    }
-    View { offset, strides }
 }

@@ -66,6 +66,7 @@ fn overwritten(reader: &str) -> Error {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 mod tests {
     use crate::graph::{Graph, Region, Shape, Unary, View};
 

@@ -247,6 +247,7 @@ pub(super) fn matvec(node: &Node, out: Content, x: Operand, w: Operand, bias: Op
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "a test stops at the first surprise")]
 mod tests {
     use std::sync::Arc;
 

@@ -63,7 +63,7 @@ pub fn token_losses_in(g: &mut Graph, h: Tensor, head: &[Tensor], labels: Tensor
     if sl.dims() != [t] {
         return fail(format!("labels {sl} for {t} tokens"));
     }
-    if blocks.tokens == 0 || blocks.vocabulary == 0 || blocks.vocabulary % VOCABULARY_CHUNK != 0 {
+    if blocks.tokens == 0 || blocks.vocabulary == 0 || !blocks.vocabulary.is_multiple_of(VOCABULARY_CHUNK) {
         return fail(format!("blocks of {} entries; {VOCABULARY_CHUNK} must divide them", blocks.vocabulary));
     }
     let mut first = 0;
@@ -71,7 +71,7 @@ pub fn token_losses_in(g: &mut Graph, h: Tensor, head: &[Tensor], labels: Tensor
         let s = g.shape(*piece)?;
         let last = i + 1 == head.len();
         match *s.dims() {
-            [v, width] if width == d && v > 0 && (last || v % VOCABULARY_CHUNK == 0) => first += v,
+            [v, width] if width == d && v > 0 && (last || v.is_multiple_of(VOCABULARY_CHUNK)) => first += v,
             _ => return fail(format!("piece {i} of the head has shape {s}; rows of {d}, {VOCABULARY_CHUNK} or a multiple at a time")),
         }
     }

@@ -40,7 +40,7 @@ pub enum RopeScaling {
 
 /// Cosines and sines `[positions, dim / 2]` of the angles position · frequency; `dim` is the number of turned features.
 pub fn rope_tables(theta: f64, scaling: RopeScaling, positions: &[u32], dim: usize) -> Result<(Vec<f32>, Vec<f32>)> {
-    if dim % 2 == 1 || !theta.is_finite() || theta <= 0.0 {
+    if !dim.is_multiple_of(2) || !theta.is_finite() || theta <= 0.0 {
         return Err(Error::Invalid {
             what: "rotary tables".into(),
             reason: format!("{dim} features with base {theta}: needs pairs of features and a positive base"),
@@ -106,6 +106,7 @@ pub(super) fn vjp(g: &mut Graph, call: &Vjp<'_>, interleaved: bool, inverse: boo
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 mod tests {
     use super::*;
 
