@@ -5,6 +5,7 @@
 mod demo;
 mod doctor;
 mod engine;
+mod inspect;
 mod probe;
 mod witness;
 
@@ -42,6 +43,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Show adapters, limits, features and speeds, what is missing and how to get it.
     Doctor(doctor::DoctorArgs),
+    /// List the tensors of a safetensors file or folder, from the headers alone.
+    Inspect(inspect::InspectArgs),
     /// Run a program that measures one promise of the engine.
     #[command(subcommand)]
     Probe(probe::Probe),
@@ -55,12 +58,14 @@ fn main() -> ExitCode {
     let json = match &cli.command {
         Some(Command::Probe(probe)) => probe.json(),
         Some(Command::Doctor(args)) => args.json,
+        Some(Command::Inspect(args)) => args.json,
         _ => false,
     };
     let result = match cli.command {
         None => demo::run(&demo::DemoArgs::default()),
         Some(Command::Demo(args)) => demo::run(&args),
         Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Inspect(args)) => inspect::run(&args),
         Some(Command::Probe(probe)) => probe::run(&probe),
     };
     match result {
