@@ -382,7 +382,9 @@ impl WeightsShape {
     }
 
     fn streaming_buffers(&self, residence: &Residence) -> Vec<u64> {
-        envelope(self.used().filter(|s| !residence.pinned.contains(s)).map(|s| &self.layouts[s as usize]))
+        // A segment that is used by hand as well streams even where it is pinned.
+        let streams = |s: &u32| !residence.pinned.contains(s) || self.by_hand.contains(s);
+        envelope(self.used().filter(streams).map(|s| &self.layouts[s as usize]))
     }
 
     fn slot_bytes(&self, residence: &Residence) -> u64 {
@@ -653,11 +655,14 @@ impl<'a> Lowering<'a> {
         if options.keep_free_0 {
             for s in shape.used() {
                 let slot_of = |w| ((w, s), shape.layouts[s as usize].clone());
-                let places: Vec<_> = if residence.pinned.contains(&s) {
-                    vec![slot_of(WeightSlot::Pinned(s))]
-                } else {
-                    (0..residence.streaming).map(|k| slot_of(WeightSlot::Streaming(k))).collect()
-                };
+                let pinned = residence.pinned.contains(&s);
+                let mut places = Vec::new();
+                if pinned {
+                    places.push(slot_of(WeightSlot::Pinned(s)));
+                }
+                if !pinned || shape.by_hand.contains(&s) {
+                    places.extend((0..residence.streaming).map(|k| slot_of(WeightSlot::Streaming(k))));
+                }
                 for (key, buffers) in places {
                     dynamic.insert(key, add(buffers, true));
                 }
