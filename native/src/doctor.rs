@@ -14,7 +14,7 @@ use std::path::Path;
 const ADAPTER_VARIABLE: &str = "EBBTIDE_ADAPTER";
 
 /// Budget that `auto` falls back to where nobody can say how much device memory is free.
-const AUTO_BLIND: u64 = 2 << 30;
+const AUTO_BLIND: u64 = ebbtide::Budget::AUTO_DEFAULT;
 
 /// Arguments of `ebbtide doctor`.
 #[derive(Clone, Debug, Default, clap::Args)]
@@ -255,6 +255,22 @@ fn choose(adapters: &[Adapter], wanted: Option<&str>) -> Option<usize> {
     named
         .min_by_key(|(index, adapter)| (kinds.iter().position(|kind| *kind == adapter.kind), *index))
         .map(|(index, _)| index)
+}
+
+/// What `--budget auto` may use on the adapter that a command would open, and why.
+pub fn auto_bytes(wanted: Option<&str>) -> (u64, String) {
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
+    let found = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all()));
+    let host = host_memory();
+    let adapters: Vec<Adapter> = found.iter().map(|adapter| describe(adapter, host)).collect();
+    let from_env = std::env::var(ADAPTER_VARIABLE).ok().filter(|name| !name.is_empty());
+    match choose(&adapters, wanted.or(from_env.as_deref())) {
+        Some(index) => {
+            let advice = advise(&adapters[index]);
+            (advice.auto_bytes, advice.why)
+        }
+        None => (AUTO_BLIND, "no adapter answers".into()),
+    }
 }
 
 fn advise(adapter: &Adapter) -> Advice {

@@ -2,7 +2,7 @@
 
 use std::future::Future;
 
-use ebbtide::{Cancel, Device, DeviceChoice, Result};
+use ebbtide::{Budget, Cancel, Device, DeviceChoice, Result};
 
 /// Runs a future of the engine on this thread, which from then on owns the device.
 pub fn wait<T>(future: impl Future<Output = T>) -> T {
@@ -30,4 +30,15 @@ pub fn cancel_on_ctrl_c() -> Cancel {
         token.cancel();
     });
     cancel
+}
+
+/// A budget as given on the command line. For `auto`, also where its limit comes from.
+pub fn budget(text: &str, device: Option<&str>) -> Result<(Budget, Option<String>)> {
+    match text.parse()? {
+        Budget::Auto { .. } => {
+            let (limit, why) = crate::doctor::auto_bytes(device);
+            Ok((Budget::Auto { limit }, Some(why)))
+        }
+        budget => Ok((budget, None)),
+    }
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
-use ebbtide::compile::{self, Breakdown, Budget, Options};
+use ebbtide::compile::{self, Breakdown, Options};
 use ebbtide::error::Bytes;
 use ebbtide::weights::safetensors::{TensorSpec, write};
 use ebbtide::weights::{DType, Source};
@@ -139,7 +139,7 @@ const X: [u64; 4] = [1, 3, 32, 48];
 
 /// Runs the founding program and measures it.
 pub async fn measure(args: &StreamArgs, cancel: &Cancel) -> anyhow::Result<StreamReport> {
-    let budget: Budget = args.budget.parse()?;
+    let (budget, why) = engine::budget(&args.budget, args.device.as_deref())?;
     // Files of our own live as long as the run, and go with it.
     let made = tempfile::tempdir().context("a temporary folder for the weights")?;
     let (down, up) = match (&args.down, &args.up) {
@@ -192,7 +192,10 @@ pub async fn measure(args: &StreamArgs, cancel: &Cancel) -> anyhow::Result<Strea
         streamed_bytes: out.streamed_bytes,
         adapter: adapter_name(&device),
         witness: witness.finish(),
-        budget: budget.to_string(),
+        budget: match why {
+            Some(why) => format!("{budget}: {why}"),
+            None => budget.to_string(),
+        },
     })
 }
 
