@@ -43,7 +43,10 @@ impl Session {
                 Action::Dispatch { kernel, bindings, params, grid, work } => {
                     if self.recorder.is_full(*work) {
                         self.flush()?;
-                        self.recorder.keep_pace(&stop).await?;
+                        // Between updates nothing is awaited, so that a dropped run cannot leave half of them.
+                        if !updating.get() {
+                            self.recorder.keep_pace(&stop).await?;
+                        }
                     }
                     let Some(b) = bound.next() else {
                         return Err(Error::Plan { action: i, reason: "the dispatch was never bound".into() });
