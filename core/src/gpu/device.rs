@@ -273,10 +273,6 @@ impl Buffer {
     pub(crate) fn raw(&self) -> &wgpu::Buffer {
         &self.raw
     }
-
-    pub(crate) fn size(&self) -> u64 {
-        self.size
-    }
 }
 
 impl Drop for Buffer {

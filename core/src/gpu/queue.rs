@@ -60,11 +60,6 @@ impl Recorder {
         self.submitted
     }
 
-    /// Whether something is recorded and not submitted.
-    pub fn is_open(&self) -> bool {
-        self.encoder.is_some()
-    }
-
     /// Whether the submission has reached the work or the number of dispatches that it should not exceed.
     pub fn is_full(&self, more: u64) -> bool {
         self.dispatches >= MAX_DISPATCHES

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crate::caps::ALIGN;
 use crate::compile::{Category, SlotId, SlotTable};
 use crate::error::Result;
 use crate::gpu::{Buffer, Device};
@@ -85,7 +84,6 @@ pub(crate) async fn uniform_buffer(device: &Device, bytes: u64) -> Result<Option
     if bytes == 0 {
         return Ok(None);
     }
-    debug_assert!(bytes % 4 == 0 && ALIGN % 4 == 0);
     let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST;
     device.buffer("the uniform buffer", Category::Uniforms, bytes, usage).await.map(Some)
 }
