@@ -5,7 +5,9 @@ use ebbtide::compile::Budget;
 use ebbtide::graph::Unary;
 use ebbtide::weights::DType;
 use ebbtide::{Cancel, Catalog, Device, DeviceChoice, Event, Graph, Program, Source};
-use ebbtide_tests::engine::{Data, Tampered, catalog, device, device_of, f32s, keep, mix, odd_file, once, random, same_bits, session, slow, wait};
+use ebbtide_tests::engine::{
+    Data, Tampered, catalog, device, device_of, f32s, keep, mix, odd_file, once, random, same_bits, session, slow, wait,
+};
 use half::{bf16, f16};
 
 /// The element of the large tensor at this index: its bytes are made where they are read, so that the test holds no copy.
@@ -69,20 +71,36 @@ const COLUMNS: u64 = 512;
 #[test]
 fn a_tensor_of_152_mb_streams_in_pieces_with_right_values_both_ways_at_the_floor() {
     for default_limits in [false, true] {
-        let device = device_of(&DeviceChoice { default_limits, ..DeviceChoice::from_env() });
+        let device = device_of(&DeviceChoice {
+            default_limits,
+            ..DeviceChoice::from_env()
+        });
         if slow(&device) && default_limits {
             continue;
         }
         let catalog = wait(Catalog::from_sources(vec![large(ROWS, COLUMNS)])).unwrap();
         let segment = catalog.segment("large").unwrap();
-        assert!(catalog.segment_bytes(&segment) > 151_000_000 && segment.entries.len() == 2, "it is cut in two");
+        assert!(
+            catalog.segment_bytes(&segment) > 151_000_000 && segment.entries.len() == 2,
+            "it is cut in two"
+        );
         for transposed in [false, true] {
             let (k, n) = if transposed { (COLUMNS, ROWS) } else { (ROWS, COLUMNS) };
             let program = product(transposed, &segment);
             let xs = random(5, (2 * k) as usize, 0.5);
             let mut session = session(&device, &catalog, &program, Budget::Floor, once());
-            assert!(session.set().planned_peak() < 170_000_000, "{}", session.set().planned_peak());
-            let out = wait(session.run(0, &[("x", bytemuck::cast_slice(&xs))], &Cancel::new(), &mut |_: Event| ())).unwrap();
+            assert!(
+                session.set().planned_peak() < 170_000_000,
+                "{}",
+                session.set().planned_peak()
+            );
+            let out = wait(session.run(
+                0,
+                &[("x", bytemuck::cast_slice(&xs))],
+                &Cancel::new(),
+                &mut |_: Event| (),
+            ))
+            .unwrap();
             let at = |row: u64, column: u64| element(row * COLUMNS + column);
             let y = out.f32("y").unwrap();
             // The first and last of each piece, the cut itself (row 65,536), and some between.
@@ -98,8 +116,14 @@ fn a_tensor_of_152_mb_streams_in_pieces_with_right_values_both_ways_at_the_floor
                     let got = y[(i * n + j) as usize];
                     // An adapter's `fma` need not be fused: compared with the exact sum.
                     let want: f64 = (0..k).map(term).map(|(a, b)| f64::from(a) * f64::from(b)).sum();
-                    let size: f64 = (0..k).map(term).map(|(a, b)| f64::from(a).abs() * f64::from(b).abs()).sum();
-                    assert!((f64::from(got) - want).abs() < 1e-6 * size, "y[{i}, {j}] = {got}, want {want}");
+                    let size: f64 = (0..k)
+                        .map(term)
+                        .map(|(a, b)| f64::from(a).abs() * f64::from(b).abs())
+                        .sum();
+                    assert!(
+                        (f64::from(got) - want).abs() < 1e-6 * size,
+                        "y[{i}, {j}] = {got}, want {want}"
+                    );
                 }
             }
         }
@@ -141,12 +165,23 @@ fn the_gradient_through_a_tensor_in_pieces_is_right() {
         let dx = out.f32("grad.0").unwrap();
         for l in [0, 1, k / 2, k - 1].into_iter().chain((0..6).map(|i| mix(i) % k)) {
             for i in 0..2 {
-                let term = |j: u64| (cs[(i * n + j) as usize], element(if transposed { j * COLUMNS + l } else { l * COLUMNS + j }));
+                let term = |j: u64| {
+                    (
+                        cs[(i * n + j) as usize],
+                        element(if transposed { j * COLUMNS + l } else { l * COLUMNS + j }),
+                    )
+                };
                 // Where the product is one of few rows its order of additions is another: compared with the exact sum.
                 let want: f64 = (0..n).map(term).map(|(a, b)| f64::from(a) * f64::from(b)).sum();
-                let size: f64 = (0..n).map(term).map(|(a, b)| f64::from(a).abs() * f64::from(b).abs()).sum();
+                let size: f64 = (0..n)
+                    .map(term)
+                    .map(|(a, b)| f64::from(a).abs() * f64::from(b).abs())
+                    .sum();
                 let got = f64::from(dx[(i * k + l) as usize]);
-                assert!((got - want).abs() < 1e-6 * size, "dx[{i}, {l}] = {got}, want {want}, transposed {transposed}");
+                assert!(
+                    (got - want).abs() < 1e-6 * size,
+                    "dx[{i}, {l}] = {got}, want {want}, transposed {transposed}"
+                );
             }
         }
     }
@@ -155,7 +190,8 @@ fn the_gradient_through_a_tensor_in_pieces_is_right() {
 /// Every sort of number that a half-width type has, then an odd count of ordinary ones.
 fn specials() -> Vec<u16> {
     let mut bits: Vec<u16> = vec![
-        0x0000, 0x8000, 0x0001, 0x8001, 0x007f, 0x0080, 0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7fc0, 0xffc1, 0x7f81, 0x47c3, 0x7f62,
+        0x0000, 0x8000, 0x0001, 0x8001, 0x007f, 0x0080, 0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7fc0, 0xffc1, 0x7f81, 0x47c3,
+        0x7f62,
     ];
     bits.extend((0..1_050u64).map(|i| mix(i) as u16));
     bits
@@ -175,7 +211,10 @@ fn copy_of(device: &Device, tensors: &[Data], budget: Budget) -> Vec<(String, Ve
     let program = g.outputs(&outputs).unwrap();
     let mut session = session(device, &catalog, &program, budget, keep());
     let out = wait(session.run(0, &[], &Cancel::new(), &mut |_: Event| ())).unwrap();
-    tensors.iter().map(|t| (t.name.clone(), out.bytes(&t.name).unwrap().to_vec())).collect()
+    tensors
+        .iter()
+        .map(|t| (t.name.clone(), out.bytes(&t.name).unwrap().to_vec()))
+        .collect()
 }
 
 #[test]
@@ -205,11 +244,24 @@ fn weights_of_every_dtype_arrive_bit_exact_at_odd_offsets_with_odd_counts() {
         let got = copy_of(&device, &tensors, budget);
         let find = |name: &str| &got.iter().find(|(n, _)| n == name).unwrap().1;
         let want: Vec<f32> = bits.iter().map(|b| f32::from_bits(u32::from(*b) << 16)).collect();
-        let words: Vec<u32> = find("bf16").chunks_exact(4).map(|c| u32::from_le_bytes(c.try_into().unwrap())).collect();
+        let words: Vec<u32> = find("bf16")
+            .chunks_exact(4)
+            .map(|c| u32::from_le_bytes(c.try_into().unwrap()))
+            .collect();
         assert_eq!(words.len() as u64, n);
-        let wrong: Vec<_> = (0..words.len()).filter(|i| words[*i] != want[*i].to_bits()).map(|i| (i, bits[i], words[i])).collect();
-        assert!(wrong.is_empty(), "bf16 (index, stored, got): {:x?}", &wrong[..wrong.len().min(5)]);
-        let got_f16: Vec<f32> = find("f16").chunks_exact(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect();
+        let wrong: Vec<_> = (0..words.len())
+            .filter(|i| words[*i] != want[*i].to_bits())
+            .map(|i| (i, bits[i], words[i]))
+            .collect();
+        assert!(
+            wrong.is_empty(),
+            "bf16 (index, stored, got): {:x?}",
+            &wrong[..wrong.len().min(5)]
+        );
+        let got_f16: Vec<f32> = find("f16")
+            .chunks_exact(4)
+            .map(|c| f32::from_le_bytes(c.try_into().unwrap()))
+            .collect();
         let wrong: Vec<_> = (0..bits.len())
             .filter(|i| {
                 let want = f16::from_bits(bits[*i]).to_f32();
@@ -218,7 +270,11 @@ fn weights_of_every_dtype_arrive_bit_exact_at_odd_offsets_with_odd_counts() {
             })
             .map(|i| (i, bits[i], got_f16[i]))
             .collect();
-        assert!(wrong.is_empty(), "f16 (index, stored, got): {:x?}", &wrong[..wrong.len().min(5)]);
+        assert!(
+            wrong.is_empty(),
+            "f16 (index, stored, got): {:x?}",
+            &wrong[..wrong.len().min(5)]
+        );
         same_bits("f32", find("f32"), bytemuck::cast_slice(&floats));
         let want: Vec<f32> = vec![0.0, 1.0, 255.0, 128.0, 7.0];
         same_bits("u8", find("u8"), bytemuck::cast_slice(&want));
@@ -231,7 +287,10 @@ fn weights_of_every_dtype_arrive_bit_exact_at_odd_offsets_with_odd_counts() {
 #[test]
 fn products_with_half_width_weights_are_those_of_the_decoded_ones() {
     for default_limits in [false, true] {
-        let device = device_of(&DeviceChoice { default_limits, ..DeviceChoice::from_env() });
+        let device = device_of(&DeviceChoice {
+            default_limits,
+            ..DeviceChoice::from_env()
+        });
         let (k, n, rows) = (37u64, 45u64, 33u64);
         let values = random(11, (k * n) as usize, 1.0);
         let bias = random(12, n as usize, 1.0);
@@ -239,11 +298,17 @@ fn products_with_half_width_weights_are_those_of_the_decoded_ones() {
             match dtype {
                 DType::BF16 => {
                     let b: Vec<bf16> = v.iter().map(|v| bf16::from_f32(*v)).collect();
-                    (b.iter().flat_map(|b| b.to_bits().to_le_bytes()).collect(), b.iter().map(|b| b.to_f32()).collect())
+                    (
+                        b.iter().flat_map(|b| b.to_bits().to_le_bytes()).collect(),
+                        b.iter().map(|b| b.to_f32()).collect(),
+                    )
                 }
                 _ => {
                     let b: Vec<f16> = v.iter().map(|v| f16::from_f32(*v)).collect();
-                    (b.iter().flat_map(|b| b.to_bits().to_le_bytes()).collect(), b.iter().map(|b| b.to_f32()).collect())
+                    (
+                        b.iter().flat_map(|b| b.to_bits().to_le_bytes()).collect(),
+                        b.iter().map(|b| b.to_f32()).collect(),
+                    )
                 }
             }
         };
@@ -258,13 +323,25 @@ fn products_with_half_width_weights_are_those_of_the_decoded_ones() {
             let loss = g.mean(y).unwrap();
             let program = g.value_and_grad(loss, &[x]).unwrap();
             let mut session = session(&device, &catalog, &program, Budget::Floor, once());
-            ebbtide_tests::engine::run(&mut session, &random(4, (rows * k) as usize, 1.0)).unwrap().0
+            ebbtide_tests::engine::run(&mut session, &random(4, (rows * k) as usize, 1.0))
+                .unwrap()
+                .0
         };
         for dtype in [DType::BF16, DType::F16] {
             let ((wb, wf), (bb, bf)) = (encode(dtype, &values), encode(dtype, &bias));
             let stored = run(&[
-                Data { name: "w".into(), dtype, shape: vec![k, n], bytes: wb },
-                Data { name: "b".into(), dtype, shape: vec![n], bytes: bb },
+                Data {
+                    name: "w".into(),
+                    dtype,
+                    shape: vec![k, n],
+                    bytes: wb,
+                },
+                Data {
+                    name: "b".into(),
+                    dtype,
+                    shape: vec![n],
+                    bytes: bb,
+                },
             ]);
             let decoded = run(&[f32s("w", &[k, n], &wf), f32s("b", &[n], &bf)]);
             ebbtide_tests::engine::same_step(&format!("{dtype}"), &stored, &decoded);
@@ -306,7 +383,10 @@ fn a_source_that_ends_early_is_never_read_as_zeros() {
     // Wherever its first read is, at the making of the session or in the first step.
     let set = ebbtide_tests::engine::compiled(&device, &catalog, &program, Budget::All, keep());
     let made = wait(ebbtide::Session::new(&device, &catalog, set));
-    let error = made.and_then(|mut s| ebbtide_tests::engine::run(&mut s, &random(1, 128, 1.0))).err().unwrap();
+    let error = made
+        .and_then(|mut s| ebbtide_tests::engine::run(&mut s, &random(1, 128, 1.0)))
+        .err()
+        .unwrap();
     assert_eq!(error.code(), "io", "{error}");
     assert_eq!(device.active_memory(), 0);
 }

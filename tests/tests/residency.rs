@@ -30,10 +30,11 @@ fn twelve_layers_with_room_for_c_cost_exactly_two_loads_for_each_that_does_not_f
             keep(),
         );
         let set = session.set();
-        assert_eq!(
-            set.planned_peak(),
-            all.floor + (c - 1) * segment,
-            "room for {c}: the budget is used up"
+        let budget = all.floor + (c - 1) * segment;
+        let planned = set.planned_peak();
+        assert!(
+            planned <= budget && budget - planned < segment,
+            "room for {c}: {planned} of {budget}"
         );
         // A load runs ahead if another segment is at work between the place where it may begin and the action that needs it.
         let reads = |a: &Action| matches!(a, Action::Dispatch { bindings, .. } if bindings.iter().any(|b| matches!(b.content, Content::Weight { .. })));

@@ -19,14 +19,25 @@ const ALLOWANCE: u64 = 16 << 20;
 #[test]
 fn weights_of_300_mib_run_in_64_mib_and_the_process_grows_by_no_more() {
     let device = device();
-    assert_eq!(device.caps().class, AdapterClass::Software, "the witness needs device memory to be process memory");
+    assert_eq!(
+        device.caps().class,
+        AdapterClass::Software,
+        "the witness needs device memory to be process memory"
+    );
     let (layers, width) = if slow(&device) { (20, 1024u64) } else { (75, 1024) };
     let folder = tempfile::tempdir().unwrap();
     let sources = (0..layers)
         .map(|i| {
             let path = folder.path().join(format!("l{i:02}.safetensors"));
             let w = random(i, (width * width) as usize, 0.05);
-            std::fs::write(&path, file(&[f32s("w", &[width, width], &w), f32s("b", &[width], &vec![0.1; width as usize])])).unwrap();
+            std::fs::write(
+                &path,
+                file(&[
+                    f32s("w", &[width, width], &w),
+                    f32s("b", &[width], &vec![0.1; width as usize]),
+                ]),
+            )
+            .unwrap();
             Source::open(&path).unwrap()
         })
         .collect();
@@ -34,7 +45,11 @@ fn weights_of_300_mib_run_in_64_mib_and_the_process_grows_by_no_more() {
     let program = chain(&catalog, 4, width, false);
     let budget = 64u64 << 20;
     let set = engine::compiled(&device, &catalog, &program, Budget::Bytes(budget), keep());
-    assert!(slow(&device) || set.weight_bytes > 4 * budget, "{} bytes of weights", set.weight_bytes);
+    assert!(
+        slow(&device) || set.weight_bytes > 4 * budget,
+        "{} bytes of weights",
+        set.weight_bytes
+    );
     let planned = set.planned_peak();
     assert!(planned <= budget);
     // The driver's compiler is there before the baseline is taken.
@@ -47,12 +62,12 @@ fn weights_of_300_mib_run_in_64_mib_and_the_process_grows_by_no_more() {
     let baseline = rss();
     let watcher = {
         // The driver's compiler is there before the baseline is taken.
-    let small = engine::layers(2, 64);
-    let mut warm = engine::session(&device, &small, &chain(&small, 4, 64, false), Budget::Floor, keep());
-    engine::run(&mut warm, &random(1, 256, 1.0)).unwrap();
-    drop(warm);
-    device.reset_peak_memory();
-    let (highest, stop) = (highest.clone(), stop.clone());
+        let small = engine::layers(2, 64);
+        let mut warm = engine::session(&device, &small, &chain(&small, 4, 64, false), Budget::Floor, keep());
+        engine::run(&mut warm, &random(1, 256, 1.0)).unwrap();
+        drop(warm);
+        device.reset_peak_memory();
+        let (highest, stop) = (highest.clone(), stop.clone());
         std::thread::spawn(move || {
             while !stop.load(Ordering::Acquire) {
                 highest.fetch_max(rss(), Ordering::AcqRel);
@@ -70,6 +85,12 @@ fn weights_of_300_mib_run_in_64_mib_and_the_process_grows_by_no_more() {
     stop.store(true, Ordering::Release);
     watcher.join().unwrap();
     let grown = highest.load(Ordering::Acquire).saturating_sub(baseline);
-    println!("grew by {grown} bytes, planned {planned}, weights {}", session.set().weight_bytes);
-    assert!(grown <= budget + ALLOWANCE, "the process grew by {grown} bytes for a budget of {budget}");
+    println!(
+        "grew by {grown} bytes, planned {planned}, weights {}",
+        session.set().weight_bytes
+    );
+    assert!(
+        grown <= budget + ALLOWANCE,
+        "the process grew by {grown} bytes for a budget of {budget}"
+    );
 }
