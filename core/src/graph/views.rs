@@ -64,8 +64,10 @@ impl Graph {
     /// else is copied first.
     pub fn place(&mut self, x: Tensor, into: Tensor, region: Region) -> Result<Tensor> {
         let root = self.storage(into).0;
-        let kept = !matches!(self.nodes[root.index()].op, Op::Empty | Op::State(_));
-        let into = if kept && self.nodes[into.index()].into.is_none() { self.unary(Unary::Copy, into)? } else { into };
+        let state = matches!(self.nodes[root.index()].op, Op::State(_));
+        let owned = state || matches!(self.nodes[root.index()].op, Op::Empty) || self.nodes[into.index()].into.is_some();
+        let shared = self.storage(x).0 == root;
+        let into = if state || owned && self.is_whole(into) && !shared { into } else { self.unary(Unary::Copy, into)? };
         self.place_over(x, into, region)
     }
 
@@ -77,6 +79,10 @@ impl Graph {
 
     /// A node that writes into a region of `into`.
     pub(crate) fn push_into(&mut self, op: Op, mut inputs: Vec<Tensor>, into: Tensor, region: Region) -> Result<Tensor> {
+        if !self.is_whole(into) {
+            let reason = "a write goes into a whole tensor; name the part by its region".into();
+            return Err(Error::Shape { op: "place", reason });
+        }
         let shape = self.shape(into)?;
         inputs.push(into);
         let tensor = self.push(op, inputs, shape);
@@ -160,12 +166,29 @@ impl Graph {
         Ok(y)
     }
 
-    /// `x` dense and in f32: what can be downloaded.
+    /// Whether the elements of `x` are those of its storage, one after another.
+    fn is_whole(&self, x: Tensor) -> bool {
+        let (root, view) = self.storage(x);
+        let shape = self.nodes[x.index()].shape;
+        view.offset == 0 && view.is_dense(&shape) && self.nodes[root.index()].shape.elements() == shape.elements()
+    }
+
+    /// `x` dense, in f32 or i32, and all of its storage: what can be downloaded.
     pub(super) fn computed(&mut self, x: Tensor) -> Result<Tensor> {
         let (root, _) = self.storage(x);
         let stored = matches!(self.nodes[root.index()].op, Op::Weight { .. } | Op::State(_) | Op::Folded(_));
-        let narrow = !matches!(self.dtype(x), DType::F32 | DType::I32);
-        if stored || narrow { self.unary(Unary::Copy, x) } else { self.dense(x) }
+        let part = !self.is_whole(x);
+        match self.dtype(x) {
+            DType::F32 if stored || part => self.unary(Unary::Copy, x),
+            DType::F32 => Ok(x),
+            DType::I32 if !part => Ok(x),
+            DType::I32 => {
+                let y = self.unary(Unary::Copy, x)?;
+                self.dtypes.insert(y.0, DType::I32);
+                Ok(y)
+            }
+            _ => self.unary(Unary::Copy, x),
+        }
     }
 
     /// The value whose storage `x` lies in, and how it lies there.
