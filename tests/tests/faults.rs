@@ -125,7 +125,7 @@ fn out_of_memory_at_every_buffer_is_a_typed_error_and_leaves_nothing() {
             } else {
                 let mut session = made.unwrap();
                 let baseline = device.active_memory();
-                let error = engine::run(&mut session, &input()).err().expect(&what);
+                let error = engine::run(&mut session, &input()).expect_err(&what);
                 assert_eq!(error.code(), "out-of-memory", "{what}");
                 settled(&what, &mut session, baseline, &want);
             }
@@ -148,9 +148,9 @@ fn a_device_lost_in_mid_step_is_a_typed_error_and_the_ledger_is_at_its_baseline(
                 }
                 Ok(())
             });
-            let error = engine::run(&mut session, &input()).err().expect("the device is gone");
+            let error = engine::run(&mut session, &input()).expect_err("the device is gone");
             assert_eq!((error.code(), error.exit_status()), ("device-lost", 4), "{error}");
-            let again = engine::run(&mut session, &input()).err().expect("it stays gone");
+            let again = engine::run(&mut session, &input()).expect_err("it stays gone");
             assert_eq!(again.code(), "device-lost", "{again}");
             drop(session);
             assert_eq!((device.active_memory(), device.ledger().usage().buffers), (0, 0));
@@ -252,9 +252,7 @@ fn a_reader_of_the_callers_that_panics_is_an_error_and_not_a_hang() {
     let baseline = device.active_memory();
     for n in [0, 3] {
         armed.store(n, Ordering::Release);
-        let error = step(&mut session, &Cancel::new(), &mut |_: Event| ())
-            .err()
-            .expect("the reader panicked");
+        let error = step(&mut session, &Cancel::new(), &mut |_: Event| ()).expect_err("the reader panicked");
         assert_eq!(error.code(), "io", "{error}");
         armed.store(-1, Ordering::Release);
         settled("a reader that panicked", &mut session, baseline, &want);
@@ -287,7 +285,7 @@ fn a_file_that_changes_between_steps_is_noticed_before_its_bytes_are_used() {
         engine::run(&mut session, &input()).unwrap();
         change(&path(2), &layer(102, WIDTH));
         for _ in 0..2 {
-            let error = engine::run(&mut session, &input()).err().expect(what);
+            let error = engine::run(&mut session, &input()).expect_err(what);
             assert!(
                 matches!(error, Error::SourceChanged { .. } | Error::Io { .. }),
                 "{what}: {error}"
@@ -317,7 +315,7 @@ fn a_file_that_changes_in_the_middle_of_a_step_is_noticed_too() {
         }
         Ok(())
     });
-    let error = engine::run(&mut session, &input()).err().expect("cut short");
+    let error = engine::run(&mut session, &input()).expect_err("cut short");
     assert_eq!((error.code(), error.exit_status()), ("source-changed", 1), "{error}");
 }
 
@@ -361,7 +359,7 @@ fn a_hook_that_fails_or_panics_at_every_call_leaves_the_session_as_it_was() {
                     same_step(&what, &out, &want);
                     assert_eq!(device.active_memory(), baseline, "{what}");
                 } else {
-                    let error = result.unwrap().err().expect(&what);
+                    let error = result.unwrap().expect_err(&what);
                     assert_eq!((error.code(), error.exit_status()), ("hook", 1));
                     settled(&what, &mut session, baseline, &want);
                 }

@@ -28,7 +28,7 @@ fn catalog(delay: &Arc<AtomicU64>) -> Catalog {
             if seed > 0 {
                 let n = mix(delay.fetch_add(1, Ordering::Relaxed));
                 // Every fourth read is late by up to 200 µs.
-                if n % 4 == 0 {
+                if n.is_multiple_of(4) {
                     std::thread::sleep(Duration::from_micros(n / 4 % 200));
                 }
             }
