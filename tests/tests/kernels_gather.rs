@@ -1,7 +1,7 @@
-//! Kernels that move rows: gather and its gradient, place, rotary embedding.
+//! Kernels that move rows: gather and its gradient, place, append, rotary embedding.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
-use ebbtide_shaders::{BF16, F16, F32, cpu, dims, gather, gather_grad, place, rope};
+use ebbtide_shaders::{BF16, F16, F32, append, cpu, dims, gather, gather_grad, place, rope};
 use ebbtide_tests::gpu_tests;
 use ebbtide_tests::kernel::{
     Buf, EXACT, Gpu, POISON, Random, STRICT, doubles, encode, floats, near, same_words, through, words,
@@ -151,7 +151,7 @@ async fn rotary_embedding_equals_its_twin_and_turns_back(gpu: &Gpu) {
                 .collect();
             let (cosines, sines): (Vec<f32>, Vec<f32>) = angles.iter().map(|a| (a.cos(), a.sin())).unzip();
             let forward = rope::Params {
-                groups: (b * t * h * d).div_ceil(1024),
+                groups: u32::div_ceil(b * t * h * d, 1024),
                 b,
                 t,
                 h,
@@ -206,9 +206,42 @@ async fn rotary_embedding_equals_its_twin_and_turns_back(gpu: &Gpu) {
     }
 }
 
+async fn new_entries_go_behind_what_each_row_of_a_cache_holds(gpu: &Gpu) {
+    for (b, t, h, d, s, rows) in [
+        (1, 1, 1, 1, 1, vec![0, 1]),
+        (2, 3, 2, 31, 7, vec![2, 5, 0, 2]),
+        (3, 33, 2, 17, 64, vec![0, 33, 40, 70, 64, 65]),
+    ] {
+        let mut random = Random::new(u64::from(t));
+        // Heads before positions in x, and something in front of it.
+        let x = random.units((b * t * h * d) as usize + 3);
+        let cache = random.units((b * s * h * d) as usize);
+        let p = append::Params {
+            groups: u32::div_ceil(b * t * h * d, 1024),
+            b,
+            t,
+            h,
+            d,
+            s,
+            x_off: 3,
+            x_b: t * h * d,
+            x_t: d,
+            x_h: t * d,
+            ..Default::default()
+        };
+        let bufs = [Buf::In(&words(&x)), Buf::In(&rows), Buf::InOut(&words(&cache))];
+        let got = gpu.run_every_way(&append::SHADER, &[], &p, &bufs).await.remove(0);
+        let mut want = doubles(&cache);
+        cpu::append(&p, &doubles(&x), &rows, &mut want);
+        near("append", &floats(&got), &want, EXACT);
+        assert!(words(&cache) != got, "something was written");
+    }
+}
+
 gpu_tests!(
     rows_are_gathered_in_any_dtype_and_ids_outside_give_zeros,
     the_gradient_of_gather_adds_rows_in_order,
     a_tensor_is_placed_into_a_view_and_leaves_the_rest,
+    new_entries_go_behind_what_each_row_of_a_cache_holds,
     rotary_embedding_equals_its_twin_and_turns_back,
 );

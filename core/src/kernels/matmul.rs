@@ -3,7 +3,7 @@
 use ebbtide_shaders as sh;
 
 use super::{Call, Operand, Source, dtype_code, kernel, small};
-use crate::compile::Content;
+use crate::compile::{Content, Kernel};
 use crate::error::{Error, Result};
 use crate::graph::{MAX_RANK, Node, Shape, View};
 
@@ -49,6 +49,50 @@ pub(super) struct Product {
     pub bias: Option<Operand>,
     pub alpha: f32,
     pub order: Order,
+}
+
+/// The kernels of a product. All give the same bits; which one runs is a pure function of layout and dtypes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Variant {
+    /// Any strides.
+    Plain,
+    /// Vectors of four along k in both operands: a linear layer as files store it.
+    RowsAlongK,
+    /// Vectors of four along k in A and along n in B: the gradient of its operand.
+    RowsAlongN,
+}
+
+impl Variant {
+    /// The fastest variant that these strides allow. `codes`: dtypes of a, b and bias.
+    pub fn of(p: &sh::matmul::Params, codes: &[u32; 3]) -> Variant {
+        let unit = if codes[1] == sh::F32 { 4 } else { 8 };
+        let even = |values: &[u32]| values.iter().all(|v| v % unit == 0);
+        let a = codes[0] == sh::F32 && p.a_k == 1 && even(&[p.k, p.a_off, p.a_m, p.a_b0, p.a_b1, p.b_off, p.bb0, p.bb1]);
+        // Below this a tile of 8 rows is mostly empty.
+        if !a || codes[1] > sh::BF16 || p.m < 4 || p.n < 8 || p.k == 0 {
+            Variant::Plain
+        } else if p.b_k == 1 && even(&[p.b_n]) {
+            Variant::RowsAlongK
+        } else if p.b_n == 1 && even(&[p.b_k, p.n]) {
+            Variant::RowsAlongN
+        } else {
+            Variant::Plain
+        }
+    }
+
+    fn tiles(self, m: u32, n: u32) -> u64 {
+        let columns = if self == Variant::Plain { 32 } else { 64 };
+        u64::from(m).div_ceil(32) * u64::from(n).div_ceil(columns)
+    }
+
+    fn kernel(self, codes: &[u32; 3]) -> Kernel {
+        let [a, b, bias] = *codes;
+        match self {
+            Variant::Plain => kernel(&sh::matmul::SHADER, codes),
+            Variant::RowsAlongK => kernel(&sh::matmul_rows::SHADER, &[a, b, bias, 0]),
+            Variant::RowsAlongN => kernel(&sh::matmul_rows::SHADER, &[a, b, bias, 1]),
+        }
+    }
 }
 
 /// Longest k of one dispatch. Mesa's software driver ends every loop of a shader after 65,535 iterations, silently.
@@ -127,11 +171,11 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
             p.b_off = p.b_off.wrapping_add(last.wrapping_mul(p.b_k));
             (p.a_k, p.b_k) = (p.a_k.wrapping_neg(), p.b_k.wrapping_neg());
         }
-        let tiles = u64::from(p.m).div_ceil(32) * u64::from(p.n).div_ceil(32);
-        let groups = b0 * b1 * tiles;
+        let variant = Variant::of(&p, &codes);
+        let groups = b0 * b1 * variant.tiles(p.m, p.n);
         p.groups = groups as u32;
         Call {
-            kernel: kernel(&sh::matmul::SHADER, &codes),
+            kernel: variant.kernel(&codes),
             bindings: vec![(a_content, false), (b, false), (bias_content.filter(|_| last).unwrap_or(b), false), (out, true)],
             params: bytemuck::bytes_of(&p).to_vec(),
             groups,

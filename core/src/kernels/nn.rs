@@ -93,6 +93,7 @@ pub(super) fn lower(
         NnOp::GatherGrad => gather_grad(&fused),
         NnOp::Rope { interleaved, inverse } => rope(&fused, *interleaved, *inverse),
         NnOp::Attention(spec) => attention(&fused, spec),
+        NnOp::Append => append(&fused),
         NnOp::AttentionDelta => attention_delta(&fused),
         NnOp::AttentionDq(spec) => attention_dq(&fused, spec),
         NnOp::AttentionDkv(spec) => attention_dkv(&fused, spec),
@@ -328,6 +329,18 @@ fn attention(f: &Fused<'_>, spec: &Attention) -> Result<Vec<Call>> {
     let mut bindings = reads.into_iter().collect::<Result<Vec<_>>>()?;
     bindings.extend([(f.out, true), (f.extra(0), true)]);
     Ok(vec![call(&sh::attention::SHADER, &[], bindings, &p, groups, 2 * q.shape.elements() * u64::from(s))])
+}
+
+fn append(f: &Fused<'_>) -> Result<Vec<Call>> {
+    const OP: &str = "append";
+    let (x, rows) = (f.operand(0)?, f.operand(1)?);
+    let [b, t, h, d] = extents(OP, &x.shape)?;
+    let [x_off, x_b, x_t, x_h] = lying(OP, &x.view)?;
+    let groups = x.shape.elements().div_ceil(1024);
+    let s = small(OP, f.node.shape.dims()[1])?;
+    let p = sh::append::Params { groups: small(OP, groups)?, b, t, h, d, s, x_off, x_b, x_t, x_h, ..Default::default() };
+    let bindings = vec![(x.whole(OP)?, false), (rows.whole(OP)?, false), (f.out, true)];
+    Ok(vec![call(&sh::append::SHADER, &[], bindings, &p, groups, 2 * x.shape.elements())])
 }
 
 fn attention_delta(f: &Fused<'_>) -> Result<Vec<Call>> {

@@ -4,7 +4,7 @@
 
 use super::{NnOp, Vjp, adjacent_features, integers, shape_error};
 use crate::error::Result;
-use crate::graph::{Graph, Shape, Tensor};
+use crate::graph::{Graph, Op, Region, Shape, Tensor, View};
 
 /// How queries look at keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,6 +43,21 @@ pub fn attention(g: &mut Graph, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, s
     let [q, k, v] = [adjacent_features(g, q)?, adjacent_features(g, k)?, adjacent_features(g, v)?];
     let rows = g.dense(rows)?;
     Ok(g.nn(NnOp::Attention(spec), vec![q, k, v, rows], sq, &[Shape::new(&[b, h, t])?]).0)
+}
+
+/// A cache `[b, s, h, d]` (a state, or the result of another append) with x `[b, t, h, d]` behind what its rows hold: entry i
+/// of a row goes to position `rows[b, 0] + i` while that is below `rows[b, 1]`; rows as in [`attention`]. No gradient.
+pub fn append(g: &mut Graph, cache: Tensor, x: Tensor, rows: Tensor) -> Result<Tensor> {
+    const OP: &str = "append";
+    integers(g, OP, "rows", rows)?;
+    let (sc, sx, sr) = (g.shape(cache)?, g.shape(x)?, g.shape(rows)?);
+    let ([b, _, h, d], [xb, _, xh, xd]) = (four(OP, &sc)?, four(OP, &sx)?);
+    if [b, h, d] != [xb, xh, xd] || sr.dims() != [b, 2] {
+        return Err(shape_error(OP, format!("entries {sx} with rows {sr} do not fit a cache of {sc}")));
+    }
+    let (x, rows) = (adjacent_features(g, x)?, g.dense(rows)?);
+    let region = Region { shape: sc, view: View::dense(&sc), carry: true };
+    g.push_into(Op::Nn(NnOp::Append), vec![x, rows], cache, region)
 }
 
 fn four(op: &'static str, s: &Shape) -> Result<[u64; 4]> {

@@ -15,7 +15,7 @@ mod rope;
 mod softmax;
 mod train;
 
-pub use attention::{Attention, attention};
+pub use attention::{Attention, append, attention};
 pub use cross_entropy::{Blocks, TOKEN_BLOCK, VOCABULARY_BLOCK, VOCABULARY_CHUNK, cross_entropy, token_losses, token_losses_in};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{embedding, embedding_rows};
@@ -64,6 +64,8 @@ pub enum NnOp {
     Rope { interleaved: bool, inverse: bool },
     /// Operands q, k, v, rows; a further result: lse.
     Attention(Attention),
+    /// Operands x, rows; writes into a cache.
+    Append,
     /// Operands o, do, lse.
     AttentionDelta,
     /// Operands q, k, v, do, stats, rows.

@@ -4,6 +4,7 @@
 //! f32 it shows what the order of operations costs. Slices too short for the parameters panic: twins are for tests.
 
 mod adamw;
+mod append;
 mod attention;
 mod attention_delta;
 mod attention_dkv;
@@ -21,6 +22,7 @@ mod gather_grad;
 mod layer_norm;
 mod layer_norm_grad;
 mod matmul;
+mod matmul_rows;
 mod matvec;
 mod nonfinite;
 mod norm_stats;
@@ -38,6 +40,7 @@ mod softmax_grad;
 mod sumsq;
 
 pub use adamw::adamw;
+pub use append::append;
 pub use attention::attention;
 pub use attention_delta::attention_delta;
 pub use attention_dkv::attention_dkv;
@@ -55,6 +58,7 @@ pub use gather_grad::gather_grad;
 pub use layer_norm::layer_norm;
 pub use layer_norm_grad::layer_norm_grad;
 pub use matmul::matmul;
+pub use matmul_rows::matmul_rows;
 pub use matvec::matvec;
 pub use nonfinite::nonfinite;
 pub use norm_stats::norm_stats;
