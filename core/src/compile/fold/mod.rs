@@ -21,8 +21,8 @@ pub use report::{CompileReport, Stage};
 
 use super::plan::Category;
 use crate::error::Result;
-use crate::graph::{Graph, Node, Op, Program, Region, Shape, Tensor, Unary, View, WeightPart};
-use crate::weights::{Catalog, DType, Segment, SegmentEntry, SegmentId, WeightId};
+use crate::graph::{Graph, Node, Op, Program, Region, Tensor, Unary, View, WeightPart};
+use crate::weights::{Catalog, Segment, SegmentEntry, SegmentId, WeightId};
 
 /// What a fold may hold beyond what it frees.
 pub(crate) const GROWTH: u64 = 1 << 20;
