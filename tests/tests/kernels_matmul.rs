@@ -267,7 +267,42 @@ async fn a_sum_cut_along_k_and_carried_has_the_bits_of_the_whole(gpu: &Gpu) {
     same_words("carried", &c, &want);
 }
 
+/// Runs `matmul_rows` on what `p` describes and compares every word with the plain kernel's.
+async fn rows_give_the_same(gpu: &Gpu, p: &Params, dtypes: [u32; 3], along_n: u32, seed: u64) {
+    let d = data(p, seed);
+    let (a, b, bias) = (words(&d.a), encode(&d.b, dtypes[1]), encode(&d.bias, dtypes[2]));
+    let c = words(&d.c);
+    let bias_buf = || if p.has_bias == 1 { Buf::In(&bias) } else { Buf::Same(1) };
+    let mut overrides = vec![("A_DTYPE", F32), ("B_DTYPE", dtypes[1]), ("BIAS_DTYPE", dtypes[2])];
+    let buffers = [Buf::In(&a), Buf::In(&b), bias_buf(), Buf::InOut(&c)];
+    let plain = gpu.run_every_way(&SHADER, &overrides, p, &buffers).await;
+    overrides.push(("B_ALONG_N", along_n));
+    let mut q: ebbtide_shaders::matmul_rows::Params = bytemuck::cast(*p);
+    q.groups = p.b0 * p.b1 * p.m.div_ceil(32) * p.n.div_ceil(64);
+    let buffers = [Buf::In(&a), Buf::In(&b), bias_buf(), Buf::InOut(&c)];
+    let rows = gpu.run_every_way(&ebbtide_shaders::matmul_rows::SHADER, &overrides, &q, &buffers).await;
+    same_words(&format!("matmul_rows {p:?} {dtypes:?}"), &rows[0], &plain[0]);
+}
+
+async fn every_variant_gives_the_bits_of_the_plain_kernel(gpu: &Gpu) {
+    let shapes = [(4, 8, 8), (8, 64, 16), (31, 72, 40), (33, 8, 64), (65, 136, 24), (127, 200, 8)];
+    for (i, (m, n, k)) in shapes.into_iter().enumerate() {
+        for dtype in [F32, F16, BF16] {
+            for carry in [0, 1] {
+                let along_n = Params { carry, has_bias: carry, alpha: 1.0 + carry as f32, ..dense(1, 2, m, n, k) };
+                rows_give_the_same(gpu, &along_n, [F32, dtype, dtype], 1, i as u64).await;
+                // Columns that are not a multiple of anything are fine where vectors run along k.
+                let n = n - 5;
+                let along_k = Params { b_k: 1, b_n: k, bb0: k * n * 2, bb1: k * n, ..dense(1, 2, m, n, k) };
+                let along_k = Params { carry, has_bias: carry, bias_off: 3, ..along_k };
+                rows_give_the_same(gpu, &along_k, [F32, dtype, dtype], 0, i as u64 + 50).await;
+            }
+        }
+    }
+}
+
 gpu_tests!(
+    every_variant_gives_the_bits_of_the_plain_kernel,
     matmul_equals_its_twin_at_ragged_shapes,
     weights_and_bias_are_read_in_their_own_dtype_at_odd_counts,
     offsets_may_be_odd_in_half_width_weights,

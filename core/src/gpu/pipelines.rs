@@ -85,7 +85,7 @@ fn entries(shader: &Shader) -> Vec<wgpu::BindGroupLayoutEntry> {
     let params = entry(0, wgpu::BufferBindingType::Uniform, true, u64::from(shader.params_size));
     let storage = shader.bindings.iter().map(|b| {
         let read_only = b.access == Access::Read;
-        entry(b.binding, wgpu::BufferBindingType::Storage { read_only }, false, 4)
+        entry(b.binding, wgpu::BufferBindingType::Storage { read_only }, false, 0)
     });
     std::iter::once(params).chain(storage).collect()
 }
