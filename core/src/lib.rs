@@ -15,6 +15,7 @@ pub mod event;
 pub mod gpu;
 pub mod graph;
 pub mod kernels;
+pub mod llm;
 pub mod memory;
 pub mod nn;
 pub mod rt;

@@ -9,4 +9,6 @@
 #[cfg(not(target_arch = "wasm32"))]
 pub mod engine;
 pub mod kernel;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod refs;
 pub mod stack;

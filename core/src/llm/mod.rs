@@ -1,0 +1,7 @@
+//! Language models: configurations, families, adapters, and the programs of a session. Nothing above knows the engine's
+//! insides; nothing below knows that there are language models.
+
+pub mod adapters;
+pub mod config;
+pub mod models;
+pub mod programs;
