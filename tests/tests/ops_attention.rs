@@ -185,9 +185,23 @@ fn a_cache_filled_by_prompt_and_steps_gives_the_bits_of_one_pass() {
     let device = device();
     let (t, room) = (12usize, 40u64);
     let (h, hk, d) = (2u64, 1u64, 8u64);
-    let spec = Attention { causal: true, window: 0, scale: 0.3 };
+    let spec = Attention {
+        causal: true,
+        window: 0,
+        scale: 0.3,
+    };
     let lengths = [12i32, 7];
-    let whole = given(Heads { b: 2, t, s: t, h: 2, hk: 1, d: 8 }, &[0, lengths[0], 0, lengths[1]]);
+    let whole = given(
+        Heads {
+            b: 2,
+            t,
+            s: t,
+            h: 2,
+            hk: 1,
+            d: 8,
+        },
+        &[0, lengths[0], 0, lengths[1]],
+    );
     let program = |t: u64| {
         let mut g = Graph::new();
         let kv = Shape::new(&[2, room, hk, d]).unwrap();
@@ -205,12 +219,18 @@ fn a_cache_filled_by_prompt_and_steps_gives_the_bits_of_one_pass() {
     let set = ebbtide::compile(&[program(5), program(1)], &none, device.caps(), ebbtide::Budget::All).unwrap();
     let mut session = wait(Session::new(&device, &none, set)).unwrap();
     let part = |i: usize, from: [usize; 2], t: usize| -> Vec<f32> {
-        let Given::F32(shape, x) = &whole[i] else { unreachable!() };
+        let Given::F32(shape, x) = &whole[i] else {
+            unreachable!()
+        };
         let width = (shape[2] * shape[3]) as usize;
         // Past a row's end stands garbage, which must not matter.
         let entry = |b: usize, i: usize| {
             let at = from[b] + i;
-            if at < lengths[b] as usize { x[(b * 12 + at) * width..][..width].to_vec() } else { vec![f32::MAX; width] }
+            if at < lengths[b] as usize {
+                x[(b * 12 + at) * width..][..width].to_vec()
+            } else {
+                vec![f32::MAX; width]
+            }
         };
         (0..2).flat_map(|b| (0..t).flat_map(move |i| entry(b, i))).collect()
     };
@@ -219,7 +239,9 @@ fn a_cache_filled_by_prompt_and_steps_gives_the_bits_of_one_pass() {
     for step in 0..8 {
         let (plan, t) = if step == 0 { (0, 5) } else { (1, 1) };
         let counts = [0, 1].map(|b| (lengths[b] as usize - held[b]).min(if step == 0 { [5, 3][b] } else { 1 }));
-        let rows: Vec<i32> = (0..2).flat_map(|b| [held[b] as i32, (held[b] + counts[b]) as i32]).collect();
+        let rows: Vec<i32> = (0..2)
+            .flat_map(|b| [held[b] as i32, (held[b] + counts[b]) as i32])
+            .collect();
         let parts = [0, 1, 2].map(|i| part(i, held, t));
         let inputs = [
             ("q", bytemuck::cast_slice(&parts[0])),
@@ -238,11 +260,23 @@ fn a_cache_filled_by_prompt_and_steps_gives_the_bits_of_one_pass() {
     let mut g = Graph::new();
     let x = inputs(&mut g, &whole);
     let y = attention(&mut g, x[0], x[1], x[2], x[3], spec).unwrap();
-    let want = run(&device, &none, device.caps(), &[g.outputs(&[("y", y)]).unwrap()], &whole, &[]).remove(0);
+    let want = run(
+        &device,
+        &none,
+        device.caps(),
+        &[g.outputs(&[("y", y)]).unwrap()],
+        &whole,
+        &[],
+    )
+    .remove(0);
     let want = want.f32("y").unwrap();
     for (b, length) in lengths.into_iter().enumerate() {
         let want = &want[b * t * 16..][..length as usize * 16];
-        same_bits(&format!("row {b}"), bytemuck::cast_slice(&got[b]), bytemuck::cast_slice(want));
+        same_bits(
+            &format!("row {b}"),
+            bytemuck::cast_slice(&got[b]),
+            bytemuck::cast_slice(want),
+        );
     }
 }
 

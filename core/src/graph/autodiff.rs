@@ -44,18 +44,27 @@ impl Graph {
     ) -> Result<Vec<Tensor>> {
         let shape = self.shape(loss)?;
         if shape.elements() != 1 {
-            return Err(Error::Shape { op: "gradient", reason: format!("the loss has shape {shape}, not one element") });
+            return Err(Error::Shape {
+                op: "gradient",
+                reason: format!("the loss has shape {shape}, not one element"),
+            });
         }
         let count = loss.index() + 1;
         let mut needed = vec![false; count];
-        let sunk: Vec<Tensor> = sinks.as_ref().map(|s| s.params.iter().map(|(t, ..)| *t).collect()).unwrap_or_default();
+        let sunk: Vec<Tensor> = sinks
+            .as_ref()
+            .map(|s| s.params.iter().map(|(t, ..)| *t).collect())
+            .unwrap_or_default();
         for t in wrt.iter().chain(&sunk) {
             self.shape(*t)?;
             match needed.get_mut(t.index()) {
                 Some(n) => *n = true,
                 None => {
                     let what = format!("gradient of tensor {}", t.0);
-                    return Err(Error::Invalid { what, reason: "the loss does not depend on it".into() });
+                    return Err(Error::Invalid {
+                        what,
+                        reason: "the loss does not depend on it".into(),
+                    });
                 }
             }
         }
@@ -115,18 +124,33 @@ impl Graph {
         if let Op::Custom(id) = node.op {
             let vjp = self.customs[id as usize].0.clone();
             self.open_visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
-            let call = CustomGrad { inputs: &inputs[1..], output: y, grad: dy, needed: &needed[1..] };
+            let call = CustomGrad {
+                inputs: &inputs[1..],
+                output: y,
+                grad: dy,
+                needed: &needed[1..],
+            };
             let parts = vjp(self, call)?;
             self.open_visit = None;
             if parts.len() + 1 != inputs.len() {
                 let reason = format!("{} gradients for {} operands", parts.len(), inputs.len() - 1);
-                return Err(Error::Invalid { what: "custom function".into(), reason });
+                return Err(Error::Invalid {
+                    what: "custom function".into(),
+                    reason,
+                });
             }
             for (input, part) in node.inputs[1..].iter().zip(parts) {
                 if let Some(part) = part.filter(|_| walk.needed[input.index()]) {
                     if self.shape(part)? != self.shape(*input)? {
-                        let reason = format!("a gradient of shape {} for an operand of {}", self.shape(part)?, self.shape(*input)?);
-                        return Err(Error::Shape { op: "custom function", reason });
+                        let reason = format!(
+                            "a gradient of shape {} for an operand of {}",
+                            self.shape(part)?,
+                            self.shape(*input)?
+                        );
+                        return Err(Error::Shape {
+                            op: "custom function",
+                            reason,
+                        });
                     }
                     self.collect(*input, part, walk)?;
                 }
@@ -135,7 +159,13 @@ impl Graph {
         }
         if let Op::Nn(op) = &node.op {
             self.open_visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
-            let call = crate::nn::Vjp { y, extras: &extras, inputs: &inputs, dy, needed: &needed };
+            let call = crate::nn::Vjp {
+                y,
+                extras: &extras,
+                inputs: &inputs,
+                dy,
+                needed: &needed,
+            };
             let parts = op.vjp(self, &call)?;
             self.open_visit = None;
             for (input, part) in node.inputs.iter().zip(parts) {
@@ -165,7 +195,14 @@ impl Graph {
             let (_, array, offset) = sinks.params[k];
             let carry = std::mem::replace(&mut walk.started[k], true);
             let array = &mut sinks.arrays[array];
-            let region = Region { shape, view: View { offset: offset + view.offset, ..view }, carry };
+            let region = Region {
+                shape,
+                view: View {
+                    offset: offset + view.offset,
+                    ..view
+                },
+                carry,
+            };
             *array = match self.written_in_place(part, *array, &region) {
                 Some(node) => node,
                 None => self.place(part, *array, region)?,
@@ -219,7 +256,14 @@ impl Graph {
         for (_, (t, array, offset)) in sinks.params.iter().enumerate().filter(|(k, _)| !walk.started[*k]) {
             let shape = self.shape(*t)?;
             let zero = self.fill(shape, 0.0);
-            let region = Region { shape, view: View { offset: *offset, strides: shape.dense_strides() }, carry: false };
+            let region = Region {
+                shape,
+                view: View {
+                    offset: *offset,
+                    strides: shape.dense_strides(),
+                },
+                carry: false,
+            };
             sinks.arrays[*array] = self.place_over(zero, sinks.arrays[*array], region)?;
         }
         Ok(())
@@ -273,5 +317,4 @@ impl Graph {
             self.visits.len() as u32 - 1
         })
     }
-
 }

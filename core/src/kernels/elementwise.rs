@@ -7,7 +7,15 @@ use crate::compile::Content;
 use crate::error::{Error, Result};
 use crate::graph::{Binary, Fold, Graph, Node, Tensor, Unary};
 
-pub(super) fn elementwise(graph: &Graph, node: &Node, tensor: Tensor, out: Content, op: u32, scalar: f32, inputs: &[Operand]) -> Result<Vec<Call>> {
+pub(super) fn elementwise(
+    graph: &Graph,
+    node: &Node,
+    tensor: Tensor,
+    out: Content,
+    op: u32,
+    scalar: f32,
+    inputs: &[Operand],
+) -> Result<Vec<Call>> {
     const OP: &str = "elementwise";
     let n = node.shape.elements();
     let strides = |x: &Operand| -> Result<[[u32; 4]; 2]> {
@@ -52,7 +60,10 @@ pub(super) fn elementwise(graph: &Graph, node: &Node, tensor: Tensor, out: Conte
 pub(super) fn place(node: &Node, out: Content, x: Operand) -> Result<Vec<Call>> {
     const OP: &str = "place";
     let Some(region) = &node.into else {
-        return Err(Error::Shape { op: OP, reason: "there is nothing to write into".into() });
+        return Err(Error::Shape {
+            op: OP,
+            reason: "there is nothing to write into".into(),
+        });
     };
     let n = region.shape.elements();
     let p = sh::place::Params {
@@ -77,7 +88,12 @@ pub(super) fn place(node: &Node, out: Content, x: Operand) -> Result<Vec<Call>> 
 
 pub(super) fn fill(node: &Node, out: Content, value: f32) -> Vec<Call> {
     let n = node.shape.elements();
-    let p = sh::fill::Params { groups: n.div_ceil(1024) as u32, words: n as u32, value: value.to_bits(), ..Default::default() };
+    let p = sh::fill::Params {
+        groups: n.div_ceil(1024) as u32,
+        words: n as u32,
+        value: value.to_bits(),
+        ..Default::default()
+    };
     vec![Call {
         kernel: kernel(&sh::fill::SHADER, &[]),
         bindings: vec![(out, true)],
@@ -133,7 +149,11 @@ pub(super) fn reduce(node: &Node, out: Content, fold: Fold, dims: usize, x: Oper
         red_stride: pack(OP, &x.view.strides[kept..x.shape.rank()])?,
         ..Default::default()
     };
-    let shader = if few { &sh::reduce_small::SHADER } else { &sh::reduce::SHADER };
+    let shader = if few {
+        &sh::reduce_small::SHADER
+    } else {
+        &sh::reduce::SHADER
+    };
     Ok(vec![Call {
         kernel: kernel(shader, &[code, dtype_code(OP, x.dtype)?]),
         bindings: vec![(x.whole(OP)?, false), (out, true)],

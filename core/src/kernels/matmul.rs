@@ -67,7 +67,8 @@ impl Variant {
     pub fn of(p: &sh::matmul::Params, codes: &[u32; 3]) -> Variant {
         let unit = if codes[1] == sh::F32 { 4 } else { 8 };
         let even = |values: &[u32]| values.iter().all(|v| v % unit == 0);
-        let a = codes[0] == sh::F32 && p.a_k == 1 && even(&[p.k, p.a_off, p.a_m, p.a_b0, p.a_b1, p.b_off, p.bb0, p.bb1]);
+        let a =
+            codes[0] == sh::F32 && p.a_k == 1 && even(&[p.k, p.a_off, p.a_m, p.a_b0, p.a_b1, p.b_off, p.bb0, p.bb1]);
         // Below this a tile of 8 rows is mostly empty.
         if !a || codes[1] > sh::BF16 || p.m < 4 || p.n < 8 || p.k == 0 {
             Variant::Plain
@@ -99,7 +100,13 @@ impl Variant {
 const MAX_K: u32 = 32_768;
 
 pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<Call>> {
-    let Product { a, b, bias, alpha, order } = product;
+    let Product {
+        a,
+        b,
+        bias,
+        alpha,
+        order,
+    } = product;
     const OP: &str = "matmul";
     let shape = node.result();
     let c = node.into.as_ref().map_or(View::dense(&shape), |r| r.view);
@@ -120,7 +127,10 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
         batch.pop();
     }
     if batch.len() > 2 {
-        return Err(Error::Shape { op: OP, reason: format!("the batch of {shape} has more than two uneven dimensions") });
+        return Err(Error::Shape {
+            op: OP,
+            reason: format!("the batch of {shape} has more than two uneven dimensions"),
+        });
     }
     batch.splice(..0, std::iter::repeat_n((1, [0; 3]), 2 - batch.len()));
     let [(b0, s0), (b1, s1)] = [batch[0], batch[1]];
@@ -132,7 +142,10 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
         && x.shape.elements() > 1
         && x.view.strides[x.shape.rank() - 1] != 1
     {
-        return Err(Error::Shape { op: OP, reason: "the bias must lie densely".into() });
+        return Err(Error::Shape {
+            op: OP,
+            reason: "the bias must lie densely".into(),
+        });
     }
 
     let base = sh::matmul::Params {
@@ -176,7 +189,12 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
         p.groups = groups as u32;
         Call {
             kernel: variant.kernel(&codes),
-            bindings: vec![(a_content, false), (b, false), (bias_content.filter(|_| last).unwrap_or(b), false), (out, true)],
+            bindings: vec![
+                (a_content, false),
+                (b, false),
+                (bias_content.filter(|_| last).unwrap_or(b), false),
+                (out, true),
+            ],
             params: bytemuck::bytes_of(&p).to_vec(),
             groups,
             work: b0 * b1 * u64::from(p.m) * u64::from(p.n) * u64::from(p.k),
@@ -203,15 +221,29 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
         Source::Value(t) => Ok(call(base, Content::Value(*t), true)),
         Source::Weight { segment, parts, .. } if parts.len() == 1 => {
             let p = &parts[0];
-            Ok(call(base, Content::Weight { segment: *segment, weight: p.weight, piece: p.piece }, true))
+            Ok(call(
+                base,
+                Content::Weight {
+                    segment: *segment,
+                    weight: p.weight,
+                    piece: p.piece,
+                },
+                true,
+            ))
         }
         Source::Weight { segment, parts, row } => {
             if b0 * b1 != 1 {
-                return Err(Error::Shape { op: OP, reason: "a weight in pieces cannot be read with a batch".into() });
+                return Err(Error::Shape {
+                    op: OP,
+                    reason: "a weight in pieces cannot be read with a batch".into(),
+                });
             }
             let along_k = b_k == *row;
             if !along_k && b_n != *row {
-                return Err(Error::Shape { op: OP, reason: "a weight in pieces must be read by rows or columns".into() });
+                return Err(Error::Shape {
+                    op: OP,
+                    reason: "a weight in pieces must be read by rows or columns".into(),
+                });
             }
             // The rows that are read: of each piece, those in common.
             let (first, column) = (b.view.offset / row, b.view.offset % row);
@@ -227,7 +259,11 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
             let count = pieces.len();
             let mut calls = Vec::with_capacity(count);
             for (i, (part, from, to)) in pieces.into_iter().enumerate() {
-                let content = Content::Weight { segment: *segment, weight: part.weight, piece: part.piece };
+                let content = Content::Weight {
+                    segment: *segment,
+                    weight: part.weight,
+                    piece: part.piece,
+                };
                 let mut p = base;
                 p.b_off = small(OP, (from - part.first_row) * row + column)?;
                 if along_k {
@@ -283,7 +319,12 @@ pub(super) fn matvec(node: &Node, out: Content, x: Operand, w: Operand, bias: Op
     };
     Ok(Call {
         kernel: kernel(&sh::matvec::SHADER, &[dtype_code(OP, w.dtype)?, bias_code]),
-        bindings: vec![(x.whole(OP)?, false), (weight, false), (bias_content, false), (out, true)],
+        bindings: vec![
+            (x.whole(OP)?, false),
+            (weight, false),
+            (bias_content, false),
+            (out, true),
+        ],
         params: bytemuck::bytes_of(&p).to_vec(),
         groups: m * n.div_ceil(8),
         work: m * n * k,
@@ -315,11 +356,18 @@ mod tests {
             shape: vec![*rows, COLUMNS],
         };
         let entries: Vec<SegmentEntry> = pieces.iter().enumerate().map(entry).collect();
-        Segment { id: SegmentId(0), name: "s".into(), entries: entries.into(), left_out: Arc::new([]) }
+        Segment {
+            id: SegmentId(0),
+            name: "s".into(),
+            entries: entries.into(),
+            left_out: Arc::new([]),
+        }
     }
 
     fn numbers(seed: u32, n: u64) -> Vec<f32> {
-        (0..n as u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed * 40_503) >> 8) as f32 / 8_388_608.0 - 1.0).collect()
+        (0..n as u32)
+            .map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed * 40_503) >> 8) as f32 / 8_388_608.0 - 1.0)
+            .collect()
     }
 
     /// The last node of a graph, computed by the twin from its calls.
@@ -330,7 +378,9 @@ mod tests {
         for call in crate::kernels::lower(g, y, &|_| 0, &Caps::webgpu_defaults()).unwrap() {
             assert_eq!(call.kernel.shader.name, "matmul");
             let p: sh::matmul::Params = bytemuck::pod_read_unaligned(&call.params);
-            let Content::Weight { piece, .. } = call.bindings[1].0 else { panic!("{call:?}") };
+            let Content::Weight { piece, .. } = call.bindings[1].0 else {
+                panic!("{call:?}")
+            };
             let from = pieces[..piece as usize].iter().sum::<u64>() * COLUMNS;
             let part = &w[from as usize..][..(pieces[piece as usize] * COLUMNS) as usize];
             sh::cpu::matmul(&p, x, part, &bias, &mut out);
@@ -355,9 +405,16 @@ mod tests {
                     let into = g.empty(shape);
                     let op = match descending {
                         true => Op::Nn(NnOp::MatmulDescending),
-                        false => Op::MatMul { bias: false, alpha: 0.75 },
+                        false => Op::MatMul {
+                            bias: false,
+                            alpha: 0.75,
+                        },
                     };
-                    let region = Region { shape, view: View::dense(&shape), carry };
+                    let region = Region {
+                        shape,
+                        view: View::dense(&shape),
+                        carry,
+                    };
                     let y = g.push_into(op, vec![x, w], into, region).unwrap();
                     all.push(compute(&g, y, pieces, &numbers(1, 4 * n), &numbers(4, 4 * COLUMNS)));
                 }
@@ -370,8 +427,22 @@ mod tests {
                 let w = g.transpose(w).unwrap();
                 let shape = Shape::new(&[4, n]).unwrap();
                 let into = g.empty(shape);
-                let region = Region { shape, view: View::dense(&shape), carry };
-                let y = g.push_into(Op::MatMul { bias: true, alpha: 0.75 }, vec![x, w, bias], into, region).unwrap();
+                let region = Region {
+                    shape,
+                    view: View::dense(&shape),
+                    carry,
+                };
+                let y = g
+                    .push_into(
+                        Op::MatMul {
+                            bias: true,
+                            alpha: 0.75,
+                        },
+                        vec![x, w, bias],
+                        into,
+                        region,
+                    )
+                    .unwrap();
                 all.push(compute(&g, y, pieces, &numbers(1, 4 * COLUMNS), &numbers(4, 4 * n)));
             }
         }

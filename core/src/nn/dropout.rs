@@ -25,14 +25,20 @@ pub struct Dropout {
 pub fn dropout(g: &mut Graph, x: Tensor, ids: Tensor, step: Tensor, spec: Dropout) -> Result<Tensor> {
     const OP: &str = "dropout";
     if !(0.0..1.0).contains(&spec.probability) {
-        return Err(Error::Invalid { what: OP.into(), reason: format!("probability {} is not in [0, 1)", spec.probability) });
+        return Err(Error::Invalid {
+            what: OP.into(),
+            reason: format!("probability {} is not in [0, 1)", spec.probability),
+        });
     }
     integers(g, OP, "row ids", ids)?;
     integers(g, OP, "the step", step)?;
     let (shape, rows) = (g.shape(x)?, g.shape(ids)?.elements());
     last_extent(OP, &shape)?;
     if shape.rank() < 2 || shape.dims()[0] != rows || g.shape(step)?.elements() != 1 {
-        return Err(shape_error(OP, format!("{shape} with {rows} row ids: needs one id a row and one step")));
+        return Err(shape_error(
+            OP,
+            format!("{shape} with {rows} row ids: needs one id a row and one step"),
+        ));
     }
     let (x, ids, step) = (dense_f32(g, x)?, g.dense(ids)?, g.dense(step)?);
     Ok(g.nn(NnOp::Dropout(spec), vec![x, ids, step], shape, &[]).0)
@@ -42,5 +48,9 @@ pub(super) fn vjp(g: &mut Graph, call: &Vjp<'_>, spec: Dropout) -> Result<Vec<Op
     let (ids, step) = (call.inputs[1], call.inputs[2]);
     let dy = dense_f32(g, call.dy)?;
     let shape = g.shape(dy)?;
-    Ok(vec![Some(g.nn(NnOp::Dropout(spec), vec![dy, ids, step], shape, &[]).0), None, None])
+    Ok(vec![
+        Some(g.nn(NnOp::Dropout(spec), vec![dy, ids, step], shape, &[]).0),
+        None,
+        None,
+    ])
 }

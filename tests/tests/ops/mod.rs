@@ -212,7 +212,12 @@ pub fn check(device: &Device, case: &Case<'_>) {
             let all = step.f32(&format!("grad.{k}")).unwrap();
             assert_eq!(all.len(), n, "{name}: gradient of operand {operand}");
             let got: Vec<f32> = sampled.iter().map(|i| all[*i]).collect();
-            near(&format!("{name}: gradient of operand {operand}"), &got, &want, case.slopes);
+            near(
+                &format!("{name}: gradient of operand {operand}"),
+                &got,
+                &want,
+                case.slopes,
+            );
         }
     }
     let pieces = run(device, catalog, &cut(device), &programs, &case.given, &extra);
