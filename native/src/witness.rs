@@ -49,6 +49,11 @@ impl Witness {
         Witness { baseline, peak, stop, thread }
     }
 
+    /// The most that was seen so far.
+    pub fn peak(&self) -> Option<u64> {
+        self.baseline.map(|_| self.peak.load(Ordering::Acquire))
+    }
+
     /// Ends watching.
     pub fn finish(mut self) -> Testimony {
         self.stop.store(true, Ordering::Release);

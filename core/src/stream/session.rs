@@ -138,6 +138,17 @@ pub struct Session {
 impl Session {
     /// Makes all device memory of the set, compiles its kernels and brings it home. What fails leaves nothing behind.
     pub async fn new(device: &Device, catalog: &Catalog, set: PlanSet) -> Result<Session> {
+        Session::begin(device, catalog, set, &Cancel::new(), &mut NoEvents).await
+    }
+
+    /// As [`Session::new`], which for a large model takes long: with events of its loads, and to be cancelled.
+    pub async fn begin(
+        device: &Device,
+        catalog: &Catalog,
+        set: PlanSet,
+        cancel: &Cancel,
+        events: &mut dyn EventSink,
+    ) -> Result<Session> {
         verify_all(&set, device)?;
         device.ledger().set_budget(Some(device.ledger().active() + set.budget));
         let (reads, chunks) = chunk_table(catalog, &set)?;
@@ -173,11 +184,11 @@ impl Session {
             unsettled: true,
         };
         session.write_uniforms().await?;
-        session.fold().await?;
+        session.fold(cancel, events).await?;
         let set = session.set.clone();
         session.store.make_static(device, &set.table).await?;
         session.bind().await?;
-        session.settle(&mut NoEvents).await?;
+        session.settle(cancel, events).await?;
         Ok(session)
     }
 
@@ -237,7 +248,7 @@ impl Session {
         check_inputs(plan_ref, inputs)?;
         check_ids(plan_ref, inputs, &self.rows)?;
         self.device.check()?;
-        self.settle(events).await?;
+        self.settle(cancel, &mut NoEvents).await?;
         outputs.clear_for(plan_ref);
         self.unsettled = true;
         events.event(Event::RunStart { program: plan_ref.name.clone() });
@@ -262,15 +273,14 @@ impl Session {
     }
 
     /// Brings a session whose last run did not end back home.
-    async fn settle(&mut self, events: &mut dyn EventSink) -> Result<()> {
+    async fn settle(&mut self, cancel: &Cancel, events: &mut dyn EventSink) -> Result<()> {
         if !self.unsettled {
             return Ok(());
         }
         self.abandon().await;
         let set = self.set.clone();
         let mut ignored = Outputs::default();
-        let _ = events;
-        self.execute(&set.to_home, usize::MAX, &[], &Cancel::new(), &mut NoEvents, &mut ignored).await?;
+        self.execute(&set.to_home, usize::MAX, &[], cancel, events, &mut ignored).await?;
         self.unsettled = false;
         Ok(())
     }
@@ -293,7 +303,7 @@ impl Session {
             let reason = format!("`{name}` has {} bytes, but {} were given", state.bytes, bytes.len());
             return Err(Error::Shape { op: "write_state", reason });
         }
-        self.settle(&mut NoEvents).await?;
+        self.settle(&Cancel::new(), &mut NoEvents).await?;
         let to = self.store.buffer(state.slot, 0).clone();
         self.put_all(&to, bytes).await
     }
@@ -343,7 +353,7 @@ impl Session {
     }
 
     /// Computes the folded constants, unless a session of this device holds them all.
-    async fn fold(&mut self) -> Result<()> {
+    async fn fold(&mut self, cancel: &Cancel, events: &mut dyn EventSink) -> Result<()> {
         let set = self.set.clone();
         if set.folds.is_empty() {
             return Ok(());
@@ -362,7 +372,7 @@ impl Session {
         drop(found);
         self.bound = Arc::new(vec![self.bind_plan(&set.prologue, None).await?]);
         let mut ignored = Outputs::default();
-        self.execute(&set.prologue, 0, &[], &Cancel::new(), &mut NoEvents, &mut ignored).await?;
+        self.execute(&set.prologue, 0, &[], cancel, events, &mut ignored).await?;
         self.folded = set.folds.len() as u64;
         for slot in slots {
             self.device.folds().keep(key(slot), &self.store.shared(slot));

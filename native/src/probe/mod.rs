@@ -1,5 +1,6 @@
 //! `ebbtide probe`: programs that measure one promise of the engine each.
 
+pub mod compile;
 pub mod stream;
 
 use clap::Subcommand;
@@ -9,6 +10,8 @@ use clap::Subcommand;
 pub enum Probe {
     /// The first founding program: weights loaded just before their layer, freed just after, reloaded in backward.
     Stream(stream::StreamArgs),
+    /// The second founding program: a stack of transposed weights is folded without ever holding two copies of it.
+    Compile(compile::CompileArgs),
 }
 
 impl Probe {
@@ -16,6 +19,7 @@ impl Probe {
     pub fn json(&self) -> bool {
         match self {
             Probe::Stream(args) => args.json,
+            Probe::Compile(args) => args.json,
         }
     }
 }
@@ -24,5 +28,6 @@ impl Probe {
 pub fn run(probe: &Probe) -> anyhow::Result<()> {
     match probe {
         Probe::Stream(args) => stream::run(args),
+        Probe::Compile(args) => compile::run(args),
     }
 }

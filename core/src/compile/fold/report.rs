@@ -32,7 +32,7 @@ pub struct CompileReport {
     pub held_bytes: u64,
     /// Most constants on the device while compiling.
     pub peak_bytes: u64,
-    /// Source and result of the largest single fold.
+    /// What the largest single fold needs beyond what is held: its sources.
     pub largest_fold_bytes: u64,
     /// Upload and readback rings.
     pub staging_bytes: u64,
