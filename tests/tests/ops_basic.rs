@@ -38,7 +38,8 @@ fn functions_of_one_operand_have_their_derivatives() {
     let gelu_tanh =
         |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh());
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
-    let table: [(Unary, &dyn Fn(f64) -> f64, Tolerance); 16] = [
+    type Row<'a> = (Unary, &'a dyn Fn(f64) -> f64, Tolerance);
+    let table: [Row<'_>; 16] = [
         (Unary::Copy, &|x| x, EXACT),
         (Unary::Neg, &|x| -x, EXACT),
         (Unary::Abs, &f64::abs, EXACT),
@@ -127,7 +128,8 @@ fn functions_of_two_operands_broadcast_and_have_both_derivatives() {
         (&[1], &[127], &[127]),
         (&[2, 3, 4], &[1, 3, 1], &[2, 3, 4]),
     ];
-    let table: [(Binary, &dyn Fn(f64, f64) -> f64); 10] = [
+    type Row<'a> = (Binary, &'a dyn Fn(f64, f64) -> f64);
+    let table: [Row<'_>; 10] = [
         (Binary::Add, &|a, b| a + b),
         (Binary::Sub, &|a, b| a - b),
         (Binary::Mul, &|a, b| a * b),
@@ -316,9 +318,9 @@ fn views_lead_gradients_back_to_where_the_elements_lie() {
         };
         let reference = |x: &[Vec<f64>]| {
             let mut y: Vec<f64> = x[0].iter().map(|v| v.tanh()).collect();
-            for i in 0..6 {
+            for (i, part) in x[1].iter().enumerate() {
                 let at = (1 + i / 3) * 7 + 2 + i % 3;
-                y[at] = x[1][i] + if carry { y[at] } else { 0.0 };
+                y[at] = part + if carry { y[at] } else { 0.0 };
             }
             y.iter().map(|v| v * v).collect()
         };

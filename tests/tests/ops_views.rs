@@ -85,7 +85,7 @@ fn pick(r: &mut Random, dims: &[u64]) -> Step {
                     }
                     1 if rank > 0 && rank < 6 => {
                         let d = r.below(rank as u64) as usize;
-                        if to[d] % 2 == 0 {
+                        if to[d].is_multiple_of(2) {
                             to[d] /= 2;
                             to.insert(d, 2);
                         }

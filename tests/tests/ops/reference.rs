@@ -2,7 +2,7 @@
 
 /// `x` `[m, k]` · `w`ᵀ `[n, k]`.
 pub fn linear(x: &[f64], w: &[f64], bias: Option<&[f64]>, k: usize, n: usize) -> Vec<f64> {
-    let m = if k == 0 { 0 } else { x.len() / k };
+    let m = x.len().checked_div(k).unwrap_or(0);
     let mut y = Vec::with_capacity(m * n);
     for row in 0..m {
         for col in 0..n {
@@ -100,6 +100,7 @@ pub struct Heads {
 }
 
 /// A materialised softmax over the keys that a query sees; q `[b, t, h, d]`, k and v `[b, s, hk, d]`.
+#[allow(clippy::too_many_arguments, reason = "the operands and the mask of one formula")]
 pub fn attention(
     q: &[f64],
     k: &[f64],
