@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use super::{CustomGrad, Graph, Op, Region, Tensor, View, Visit};
 use crate::error::{Error, Result};
 use crate::event::Pass;
+use crate::nn::NnOp;
 
 /// Gradients of parameters that go into one array instead of tensors of their own, so that micro-batches carry on
 /// from the stored sums.
@@ -289,6 +290,15 @@ impl Graph {
                 }
                 _ => {}
             }
+            // Append writes the same entries again; a sum would be added twice.
+            let adds = node.into.as_ref().is_some_and(|r| r.carry) && node.op != Op::Nn(NnOp::Append);
+            if adds && self.nodes[self.storage(old).0.index()].block != Some(block) {
+                let reason = "it adds to storage from outside, which computing it again would do twice".into();
+                return Err(Error::Invalid {
+                    what: "block".into(),
+                    reason,
+                });
+            }
             for t in node.inputs.iter_mut() {
                 *t = values.get(t).copied().unwrap_or(*t);
             }
@@ -316,5 +326,49 @@ impl Graph {
             self.visits.push(Visit { segment });
             self.visits.len() as u32 - 1
         })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+mod tests {
+    use crate::graph::{Graph, Region, Shape, View};
+
+    #[test]
+    fn a_block_that_adds_to_storage_from_outside_is_not_computed_again() {
+        let shape = Shape::new(&[3]).unwrap();
+        let build = |inside: bool| {
+            let mut g = Graph::new();
+            let x = g.input("x", [3]).unwrap();
+            let outside = g.empty(shape);
+            let y = g
+                .block(|g| {
+                    let into = if inside { g.empty(shape) } else { outside };
+                    let first = g.place(
+                        x,
+                        into,
+                        Region {
+                            shape,
+                            view: View::dense(&shape),
+                            carry: false,
+                        },
+                    )?;
+                    let sum = g.place(
+                        x,
+                        first,
+                        Region {
+                            shape,
+                            view: View::dense(&shape),
+                            carry: true,
+                        },
+                    )?;
+                    g.mul(sum, sum)
+                })
+                .unwrap();
+            let loss = g.sum(y).unwrap();
+            g.value_and_grad(loss, &[x])
+        };
+        assert!(build(true).is_ok());
+        assert!(build(false).unwrap_err().to_string().contains("twice"));
     }
 }
