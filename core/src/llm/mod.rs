@@ -3,8 +3,8 @@
 
 pub mod adapters;
 pub mod config;
+pub mod generate;
 pub mod hub;
 pub mod models;
 pub mod programs;
-pub mod generate;
 pub mod trainer;
