@@ -90,7 +90,7 @@ pub fn model(name: &str, variant: &str) -> Model {
 /// The configuration in a file.
 pub fn config(path: &std::path::Path) -> ModelConfig {
     let text = std::fs::read_to_string(path).unwrap();
-    ModelConfig::parse(&path.display().to_string(), &text).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    ModelConfig::parse(&path.display().to_string(), text.as_bytes()).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
 fn rounded(name: &str, variant: &str) -> Catalog {
