@@ -6,6 +6,8 @@ mod demo;
 mod doctor;
 mod engine;
 mod inspect;
+mod model;
+mod plan;
 mod probe;
 mod witness;
 
@@ -45,6 +47,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// List the tensors of a safetensors file or folder, from the headers alone.
     Inspect(inspect::InspectArgs),
+    /// Forecast memory and traffic of a training run, without a GPU.
+    Plan(plan::PlanArgs),
     /// Run a program that measures one promise of the engine.
     #[command(subcommand)]
     Probe(probe::Probe),
@@ -59,6 +63,7 @@ fn main() -> ExitCode {
         Some(Command::Probe(probe)) => probe.json(),
         Some(Command::Doctor(args)) => args.json,
         Some(Command::Inspect(args)) => args.json,
+        Some(Command::Plan(args)) => args.json,
         _ => false,
     };
     let result = match cli.command {
@@ -66,6 +71,7 @@ fn main() -> ExitCode {
         Some(Command::Demo(args)) => demo::run(&args),
         Some(Command::Doctor(args)) => doctor::run(&args),
         Some(Command::Inspect(args)) => inspect::run(&args),
+        Some(Command::Plan(args)) => plan::run(&args),
         Some(Command::Probe(probe)) => probe::run(&probe),
     };
     match result {

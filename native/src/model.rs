@@ -1,0 +1,110 @@
+//! What commands about models share: the model of a folder, the adapter as flags describe it.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use ebbtide::llm::adapters::{LoraSpec, Targets};
+use ebbtide::llm::config::ModelConfig;
+use ebbtide::llm::hub::{HubEnvironment, find_model, optional_file, read_small};
+use ebbtide::llm::models::Model;
+use ebbtide::{Catalog, Error, Result, Source};
+
+/// The most bytes of a small JSON file beside a model.
+const SMALL: u64 = 1 << 20;
+
+/// Which model.
+#[derive(Args, Clone, Debug)]
+pub struct ModelArgs {
+    /// A folder with config.json and safetensors files, or ORG/NAME in the local hub cache (never the network).
+    #[arg(long, value_name = "FOLDER|ORG/NAME")]
+    pub model: String,
+}
+
+/// A model with the folder that it came from.
+pub struct Opened {
+    /// Where its files are.
+    pub folder: PathBuf,
+    /// The model: configuration and headers, no weight byte.
+    pub model: Model,
+    /// Tokens that end a text.
+    pub ends: Vec<i32>,
+}
+
+impl ModelArgs {
+    /// Opens the model: reads its configuration and the headers of its files.
+    pub async fn open(&self) -> Result<Opened> {
+        let folder = find_model(&self.model, &HubEnvironment::from_env()).await?;
+        open(&folder).await
+    }
+}
+
+/// Opens the model of a folder.
+pub async fn open(folder: &Path) -> Result<Opened> {
+    let Some(source) = optional_file(folder, "config.json")? else {
+        return Err(Error::NotFound {
+            what: "file",
+            name: folder.join("config.json").display().to_string(),
+            hint: Some("--model names a folder as the Hugging Face hub lays it out".into()),
+        });
+    };
+    let mut config = ModelConfig::read(&source).await?;
+    if let Some(source) = optional_file(folder, "generation_config.json")? {
+        let text = read_small(&source, SMALL).await?;
+        config.add_end_tokens(source.name(), &text)?;
+    }
+    let ends = config.eos.iter().map(|t| *t as i32).collect();
+    let model = Model::new(config, Catalog::open(folder).await?)?;
+    Ok(Opened { folder: folder.to_path_buf(), model, ends })
+}
+
+/// What adapter is trained.
+#[derive(Args, Clone, Debug)]
+pub struct LoraArgs {
+    /// Rank of the adapter.
+    #[arg(long, default_value_t = 8)]
+    pub rank: u64,
+    /// Alpha: the adapter's part is multiplied by alpha / rank.
+    #[arg(long, default_value_t = 16.0)]
+    pub alpha: f64,
+    /// Multiply by alpha / √rank instead.
+    #[arg(long)]
+    pub rslora: bool,
+    /// Share of the adapter's input that training sets to zero.
+    #[arg(long, default_value_t = 0.0)]
+    pub dropout: f32,
+    /// Layers that get an adapter, by the end of their name, or `all-linear`. Default: q_proj,v_proj (c_attn for GPT-2).
+    #[arg(long, value_name = "NAMES")]
+    pub target_modules: Option<String>,
+    /// Train only the last so many blocks; -1: all.
+    #[arg(long, default_value_t = -1, allow_negative_numbers = true)]
+    pub num_layers: i64,
+    /// Seed of initialisation, dropout and shuffling.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u32,
+}
+
+impl LoraArgs {
+    /// The adapter for a model.
+    pub fn spec(&self, model: &Model) -> Result<LoraSpec> {
+        let has = |name: &str| model.linear_layers().iter().any(|l| l.rsplit('.').next() == Some(name));
+        let default = if has("q_proj") { "q_proj,v_proj" } else { "c_attn" };
+        let blocks = model.blocks();
+        let range = match self.num_layers {
+            -1 => None,
+            n if n >= 1 && n as usize <= blocks => Some(blocks - n as usize..blocks),
+            n => {
+                let reason = format!("{n} is not possible; -1 for all, or 1 to {blocks}");
+                return Err(Error::Invalid { what: "--num-layers".into(), reason });
+            }
+        };
+        Ok(LoraSpec {
+            rank: self.rank,
+            alpha: self.alpha,
+            rslora: self.rslora,
+            dropout: self.dropout,
+            seed: self.seed,
+            targets: Targets::parse(self.target_modules.as_deref().unwrap_or(default))?,
+            blocks: range,
+        })
+    }
+}
