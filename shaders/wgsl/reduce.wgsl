@@ -56,6 +56,9 @@ fn kept_at(output: u32) -> u32 {
 }
 
 fn reduced_at(i: u32) -> u32 {
+    if (p.red_rank == 1u) {
+        return i * p.red_stride[0].x;
+    }
     var rest = i;
     var at = 0u;
     for (var d = p.red_rank; d > 0u; d--) {
@@ -79,9 +82,19 @@ fn main(
     let base = kept_at(group);
 
     if (OP == OP_SUM || OP == OP_MEAN) {
+        // Four elements a turn, in the same order: lavapipe silently ends all loops of an invocation after 65,535 turns.
         var sum = 0.0;
-        for (var i = lane; i < p.count; i += 256u) {
+        for (var i = lane; i < p.count; i += 1024u) {
             sum += load(base + reduced_at(i));
+            if (i + 256u < p.count) {
+                sum += load(base + reduced_at(i + 256u));
+            }
+            if (i + 512u < p.count) {
+                sum += load(base + reduced_at(i + 512u));
+            }
+            if (i + 768u < p.count) {
+                sum += load(base + reduced_at(i + 768u));
+            }
         }
         value[lane] = sum;
     } else {

@@ -122,6 +122,24 @@ pub(super) fn fill_from(node: &Node, out: Content, scale: f32, s: Operand) -> Re
     }])
 }
 
+/// Turns of all loops of an invocation that every driver makes.
+const MAX_TURNS: u64 = 65_000;
+
+/// Dimensions and strides with neighbours joined where one stride describes both; the order of elements stays.
+fn merged(dims: &[u64], strides: &[u64]) -> (Vec<u64>, Vec<u64>) {
+    let (mut out, mut steps): (Vec<u64>, Vec<u64>) = (Vec::new(), Vec::new());
+    for (d, s) in dims.iter().zip(strides).filter(|(d, _)| **d != 1) {
+        match (out.last_mut(), steps.last_mut()) {
+            (Some(outer), Some(step)) if *step == s * d => (*outer, *step) = (*outer * d, *s),
+            _ => {
+                out.push(*d);
+                steps.push(*s);
+            }
+        }
+    }
+    (out, steps)
+}
+
 pub(super) fn reduce(node: &Node, out: Content, fold: Fold, dims: usize, x: Operand) -> Result<Vec<Call>> {
     const OP: &str = "reduce";
     let kept = x.shape.rank() - dims;
@@ -135,18 +153,28 @@ pub(super) fn reduce(node: &Node, out: Content, fold: Fold, dims: usize, x: Oper
         Fold::Max => 2,
         Fold::Argmax => 3,
     };
+    let (kept_dims, kept_strides) = merged(&x.shape.dims()[..kept], &x.view.strides[..kept]);
+    let (red_dims, red_strides) = merged(&x.shape.dims()[kept..], &x.view.strides[kept..x.shape.rank()]);
+    // Mesa's software driver ends all loops of an invocation after 65,535 turns, silently: better refused than wrong.
+    let inner = if red_dims.len() > 1 { red_dims.len() as u64 } else { 0 };
+    let unrolled = if matches!(fold, Fold::Sum | Fold::Mean) { 4 } else { 1 };
+    let turns = count.div_ceil(256 * unrolled) * (1 + unrolled * inner);
+    if !few && turns > MAX_TURNS {
+        let what = format!("{fold:?} over {count} elements in {} uneven dimensions", red_dims.len());
+        return Err(Error::Limit { what, need: turns, have: MAX_TURNS });
+    }
     let p = sh::reduce::Params {
         groups: small(OP, groups)?,
         outputs: small(OP, outputs)?,
         count: small(OP, count)?,
-        kept_rank: kept as u32,
-        red_rank: dims as u32,
+        kept_rank: kept_dims.len() as u32,
+        red_rank: red_dims.len() as u32,
         a_off: small(OP, x.view.offset)?,
         scale: 1.0 / count as f32,
-        kept_shape: pack(OP, &x.shape.dims()[..kept])?,
-        kept_stride: pack(OP, &x.view.strides[..kept])?,
-        red_shape: pack(OP, &x.shape.dims()[kept..])?,
-        red_stride: pack(OP, &x.view.strides[kept..x.shape.rank()])?,
+        kept_shape: pack(OP, &kept_dims)?,
+        kept_stride: pack(OP, &kept_strides)?,
+        red_shape: pack(OP, &red_dims)?,
+        red_stride: pack(OP, &red_strides)?,
         ..Default::default()
     };
     let shader = if few {

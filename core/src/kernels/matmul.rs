@@ -96,8 +96,9 @@ impl Variant {
     }
 }
 
-/// Longest k of one dispatch. Mesa's software driver ends every loop of a shader after 65,535 iterations, silently.
-const MAX_K: u32 = 32_768;
+/// Longest k of one dispatch. Mesa's software driver ends all loops of an invocation after 65,535 turns, silently; even if
+/// it unrolled nothing, no kernel here takes more than three turns an element of k.
+const MAX_K: u32 = 16_384;
 
 pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<Call>> {
     let Product {
