@@ -7,7 +7,7 @@ use ebbtide::llm::adapters::{LoraSpec, Targets};
 use ebbtide::llm::config::ModelConfig;
 use ebbtide::llm::hub::{HubEnvironment, find_model, optional_file, read_small};
 use ebbtide::llm::models::Model;
-use ebbtide::{Catalog, Error, Result, Source};
+use ebbtide::{Catalog, Error, Result};
 
 /// The most bytes of a small JSON file beside a model.
 const SMALL: u64 = 1 << 20;

@@ -1,6 +1,6 @@
 //! The library's examples, run for real.
 
-#![allow(missing_docs, clippy::print_stdout, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::print_stdout, clippy::unwrap_used, clippy::duplicate_mod)]
 
 #[path = "../../core/examples/custom_function.rs"]
 mod custom_function;

@@ -164,7 +164,7 @@ fn programs_of_a_set_share_one_table_and_switching_makes_nothing() {
     let mut session = stack::session(&device, &catalog, &SMALL, set);
     let batches = [(2, 16), (2, 8), (2, 16), (1, 1)].map(|(b, t)| Batch::new(&SMALL, 3, b, t, b * t));
     let hyper = stack::hyper(1);
-    let mut run = |session: &mut Session, plan: usize| {
+    let run = |session: &mut Session, plan: usize| {
         let inputs = batches[plan].inputs(if plan < 2 { &hyper } else { &[] });
         wait(session.run(plan, &inputs, &Cancel::new(), &mut NoEvents)).unwrap().f32("loss").unwrap()[0]
     };

@@ -14,17 +14,20 @@ pub(crate) struct Interval {
     pub bytes: u64,
 }
 
+/// When a slot is in use: (program, first step) → last step.
+type Taken = std::collections::BTreeMap<(u32, u32), u32>;
+
 /// The slot of each interval, and the bytes of each slot.
 pub(crate) fn assign(intervals: &[Interval]) -> (Vec<u32>, Vec<u64>) {
     let mut order: Vec<usize> = (0..intervals.len()).collect();
     order.sort_by_key(|i| (std::cmp::Reverse(intervals[*i].bytes), intervals[*i].program, intervals[*i].first, *i));
-    let mut slots: Vec<(u64, std::collections::BTreeMap<(u32, u32), u32>)> = Vec::new();
+    let mut slots: Vec<(u64, Taken)> = Vec::new();
     let mut place = vec![0; intervals.len()];
     for i in order {
         let v = intervals[i];
         // Within a slot, intervals of a program are disjoint: only the last one that begins at or before `v.last`
         // can overlap it.
-        let free = |taken: &std::collections::BTreeMap<(u32, u32), u32>| {
+        let free = |taken: &Taken| {
             taken.range((v.program, 0)..=(v.program, v.last)).next_back().is_none_or(|(_, last)| *last < v.first)
         };
         let found = slots.iter().position(|(_, taken)| free(taken)).unwrap_or_else(|| {

@@ -86,7 +86,7 @@ impl RunPlan {
     ) -> Result<RunPlan> {
         let all = spec.accumulation.max(1);
         let mut refused = None;
-        for group in (1..=all).rev().filter(|g| all % g == 0) {
+        for group in (1..=all).rev().filter(|g| all.is_multiple_of(*g)) {
             match RunPlan::with_group(model, adapter, spec, caps, budget, options, group) {
                 Err(error @ Error::BudgetBelowFloor { .. }) => refused = Some(error),
                 // A larger batch may also be too large for a binding.
