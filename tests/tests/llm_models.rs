@@ -149,14 +149,10 @@ fn gradients_of_hidden_states_are_those_of_the_reference() {
 
 /// Tokens by greedy decoding: the prompt in parts of eight places, then one at a time.
 fn greedy(device: &Device, model: &Model, prompt: &[i32], count: usize, budget: Budget) -> Vec<i32> {
-    let programs = [
-        prefill(model, None, 8, 48, true).unwrap(),
-        prefill(model, None, 8, 48, false).unwrap(),
-        decode(model, None, 48).unwrap(),
-    ];
+    let programs = [prefill(model, None, 8, 48).unwrap(), decode(model, None, 48).unwrap()];
     let mut session = refs::session(device, model, &programs, budget);
     let mut step = |plan: usize, start: usize, ids: &[i32]| {
-        let bucket = if plan == 2 { 1 } else { 8 };
+        let bucket = if plan == 1 { 1 } else { 8 };
         let inputs = Inputs::text(model, bucket, 48, start as u64, ids).unwrap();
         let logits = refs::run(&mut session, plan, &inputs).f32("logits").unwrap();
         (0..logits.len())
@@ -164,12 +160,14 @@ fn greedy(device: &Device, model: &Model, prompt: &[i32], count: usize, budget: 
             .unwrap() as i32
     };
     let mut next = 0;
+    // Another text first: what it leaves in the cache is not seen.
+    step(0, 0, &[7, 7, 7, 7, 7, 7, 7, 7]);
     for (i, part) in prompt.chunks(5).enumerate() {
-        next = step(usize::from(i > 0), 5 * i, part);
+        next = step(0, 5 * i, part);
     }
     let mut new = vec![next];
     while new.len() < count {
-        next = step(2, prompt.len() + new.len() - 1, &[next]);
+        next = step(1, prompt.len() + new.len() - 1, &[next]);
         new.push(next);
     }
     new
@@ -272,7 +270,7 @@ fn an_id_outside_the_vocabulary_and_a_text_beyond_the_positions_are_refused() {
             .to_string()
             .contains("128")
     );
-    assert!(prefill(&model, None, 8, 129, true).is_err());
+    assert!(prefill(&model, None, 8, 129).is_err());
     assert!(Inputs::text(&model, 8, 16, 12, &[1; 5]).is_err());
     let device = device();
     let mut session = refs::session(

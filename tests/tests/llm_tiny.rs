@@ -73,7 +73,7 @@ impl Run {
         let programs = [
             train(&self.model, &self.adapter, STEP, &adamw, Part::Whole).unwrap(),
             evaluate(&self.model, Some(&self.adapter), STEP).unwrap(),
-            prefill(&self.model, Some(&self.adapter), 8, CAPACITY, true).unwrap(),
+            prefill(&self.model, Some(&self.adapter), 8, CAPACITY).unwrap(),
             decode(&self.model, Some(&self.adapter), CAPACITY).unwrap(),
             train(&self.model, &self.adapter, STEP, &adamw, Part::First).unwrap(),
         ];

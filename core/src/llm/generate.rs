@@ -100,10 +100,10 @@ fn unit(seed: u64, index: u64) -> f64 {
     ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// The three programs that make text, and where they stand in their set.
+/// The two programs that make text, and where they stand in their set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Writer {
-    /// Index of the first of the three plans.
+    /// Index of the first of the two plans.
     pub first: usize,
     /// Prompt tokens that go through at once.
     pub chunk: u64,
@@ -112,12 +112,11 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// The programs: a text's beginning, its going on, one token.
+    /// The programs: part of a prompt, one token.
     pub fn programs(model: &Model, adapter: Option<&Adapter>, chunk: u64, capacity: u64) -> Result<Vec<Program>> {
         let chunk = chunk.clamp(2, capacity.max(2));
         Ok(vec![
-            programs::prefill(model, adapter, chunk, capacity, true)?,
-            programs::prefill(model, adapter, chunk, capacity, false)?,
+            programs::prefill(model, adapter, chunk, capacity)?,
             programs::decode(model, adapter, capacity)?,
         ])
     }
@@ -148,7 +147,7 @@ impl Writer {
         while at < prompt.len() {
             let part = &prompt[at..prompt.len().min(at + self.chunk as usize)];
             let inputs = Inputs::text(model, self.chunk, self.capacity, at as u64, part)?;
-            logits = self.run(session, usize::from(at > 0), &inputs, cancel, events).await?;
+            logits = self.run(session, 0, &inputs, cancel, events).await?;
             at += part.len();
         }
         let mut text = Vec::new();
@@ -163,7 +162,7 @@ impl Writer {
                 break;
             }
             let inputs = Inputs::text(model, 1, self.capacity, all.len() as u64 - 1, &[token])?;
-            logits = self.run(session, 2, &inputs, cancel, events).await?;
+            logits = self.run(session, 1, &inputs, cancel, events).await?;
         }
         Ok(text)
     }
@@ -177,12 +176,13 @@ impl Writer {
         events: &mut dyn EventSink,
     ) -> Result<Vec<f32>> {
         let index = self.first + which;
-        let plan = session.set().plans.get(index).cloned().ok_or_else(|| Error::NotFound {
+        let plan = session.set().plans.get(index).ok_or_else(|| Error::NotFound {
             what: "plan",
             name: index.to_string(),
             hint: None,
         })?;
-        session.run(index, &inputs.of_plan(&plan), cancel, events).await?.f32("logits")
+        let named = inputs.of_plan(plan);
+        session.run(index, &named, cancel, events).await?.f32("logits")
     }
 }
 

@@ -1,10 +1,10 @@
 //! The programs of a model: a training step, an evaluation, a prompt, a token. Each is for one shape of a batch.
 //!
 //! All programs of a session are compiled together, so a bucket more is a program more and never new memory. Blocks are
-//! marked for recomputation; what differs from run to run (positions, rotary tables, places in the cache) is an input.
+//! marked for recomputation; what differs from run to run (positions, rotary tables) is an input.
 
 use super::adapters::Adapter;
-use super::models::{Cache, DropoutInputs, Forward, Model};
+use super::models::{DropoutInputs, Forward, Model};
 use crate::compile::Plan;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Program, Tensor};
@@ -33,7 +33,7 @@ fn build<'a>(
     adapter: Option<&'a Adapter>,
     bucket: Bucket,
     training: bool,
-    cache: Option<(u64, bool)>,
+    capacity: Option<u64>,
 ) -> Result<Built<'a>> {
     let (b, t) = (bucket.rows, bucket.tokens);
     if b == 0 || t == 0 || t > model.config().max_positions {
@@ -62,14 +62,6 @@ fn build<'a>(
     } else {
         None
     };
-    let cache = match cache {
-        Some((capacity, fresh)) => Some(Cache {
-            capacity,
-            fresh,
-            slots: g.input_i32("slots", [t])?,
-        }),
-        None => None,
-    };
     let drops = training && adapter.is_some_and(|a| a.spec().dropout > 0.0);
     let dropout = if drops {
         Some(DropoutInputs {
@@ -87,7 +79,7 @@ fn build<'a>(
         tokens: t,
         spans,
         tables,
-        cache,
+        capacity,
         dropout,
     };
     let mut h = f.embed(&mut g, ids, positions)?;
@@ -171,8 +163,9 @@ pub fn hidden_gradients(model: &Model, adapter: Option<&Adapter>, bucket: Bucket
 }
 
 /// Some tokens of a text: they go into the cache of `capacity` tokens, and `logits` `[1, vocabulary]` are those of the
-/// last one. With `fresh` a text begins; else it goes on behind what the cache holds. Inputs: [`Inputs::text`].
-pub fn prefill(model: &Model, adapter: Option<&Adapter>, tokens: u64, capacity: u64, fresh: bool) -> Result<Program> {
+/// last one. They stand behind what earlier runs put there, by their position: a text that begins at 0 is a new one. Inputs:
+/// [`Inputs::text`].
+pub fn prefill(model: &Model, adapter: Option<&Adapter>, tokens: u64, capacity: u64) -> Result<Program> {
     if capacity < tokens || capacity > model.config().max_positions {
         let reason = format!("{tokens} to {} tokens are possible", model.config().max_positions);
         return Err(Error::Invalid {
@@ -181,7 +174,7 @@ pub fn prefill(model: &Model, adapter: Option<&Adapter>, tokens: u64, capacity: 
         });
     }
     let bucket = Bucket { rows: 1, tokens };
-    let mut built = build(model, adapter, bucket, false, Some((capacity, fresh)))?;
+    let mut built = build(model, adapter, bucket, false, Some(capacity))?;
     let last = built.hidden.len() - 1;
     if tokens > 1 {
         let at = built.g.input_i32("last", [1])?;
@@ -189,16 +182,15 @@ pub fn prefill(model: &Model, adapter: Option<&Adapter>, tokens: u64, capacity: 
     }
     let h = built.end()?;
     let logits = built.f.logits(&mut built.g, h)?;
-    let name = if fresh { "prompt" } else { "more" };
     Ok(built
         .g
         .outputs(&[("logits", logits)])?
-        .named(&format!("{name} {tokens} of {capacity}")))
+        .named(&format!("prompt {tokens} of {capacity}")))
 }
 
 /// One token behind what the cache holds: [`prefill`] of one.
 pub fn decode(model: &Model, adapter: Option<&Adapter>, capacity: u64) -> Result<Program> {
-    Ok(prefill(model, adapter, 1, capacity, false)?.named(&format!("token of {capacity}")))
+    Ok(prefill(model, adapter, 1, capacity)?.named(&format!("token of {capacity}")))
 }
 
 fn title(what: &str, bucket: Bucket) -> String {
@@ -249,10 +241,6 @@ impl Inputs {
         inputs.set("ids", &padded);
         inputs.set("spans", &[start as i32, (start + count) as i32]);
         inputs.set("last", &[count as i32 - 1]);
-        let slots: Vec<i32> = (0..bucket)
-            .map(|i| if i < count { start + i } else { capacity } as i32)
-            .collect();
-        inputs.set("slots", &slots);
         // Padding has no position; it takes the last there is, and nobody looks at it.
         let last = model.config().max_positions.saturating_sub(1);
         let positions: Vec<u32> = (0..bucket).map(|i| (start + i).min(last) as u32).collect();

@@ -3,24 +3,13 @@
 use super::{Layer, Model};
 use crate::compile::Category;
 use crate::error::{Error, Result};
-use crate::graph::{Graph, Op, Region, Shape, Tensor, Unary, View};
+use crate::graph::{Graph, Shape, Tensor, Unary};
 use crate::llm::adapters::Adapter;
 use crate::llm::config::{Activation, ModelConfig};
 use crate::nn::{
-    Attention, Dropout, Lora, NnOp, Rope, attention, dropout, layer_norm, linear, linear_lora, rms_norm, rope,
+    Attention, Dropout, Lora, Rope, append, attention, dropout, layer_norm, linear, linear_lora, rms_norm, rope,
 };
-use crate::weights::{DType, Segment};
-
-/// Keys and values of earlier tokens, as scratch state of a fixed capacity.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Cache {
-    /// Tokens that it holds.
-    pub capacity: u64,
-    /// Whether this program begins a text: what the cache held is gone.
-    pub fresh: bool,
-    /// Input: the place of each token; one outside the capacity is stored nowhere.
-    pub slots: Tensor,
-}
+use crate::weights::Segment;
 
 /// Inputs of dropout.
 #[derive(Clone, Copy, Debug)]
@@ -44,7 +33,8 @@ pub(crate) struct Forward<'a> {
     pub spans: Tensor,
     /// Cosines and sines, `[t, half]`, where positions turn queries and keys.
     pub tables: Option<(Tensor, Tensor)>,
-    pub cache: Option<Cache>,
+    /// Tokens that a cache of keys and values holds, where there is one.
+    pub capacity: Option<u64>,
     pub dropout: Option<DropoutInputs>,
 }
 
@@ -215,12 +205,9 @@ impl Forward<'_> {
     /// `[b · t, h · d]`.
     pub fn attend(&self, g: &mut Graph, block: usize, q: Tensor, k: Tensor, v: Tensor) -> Result<Tensor> {
         let c = self.config();
-        let (k, v) = match self.cache {
+        let (k, v) = match self.capacity {
             None => (k, v),
-            Some(cache) => (
-                self.remember(g, cache, block, "k", k)?,
-                self.remember(g, cache, block, "v", v)?,
-            ),
+            Some(n) => (self.remember(g, n, block, "k", k)?, self.remember(g, n, block, "v", v)?),
         };
         let window = c.window(block).map_or(0, |w| w as u32);
         let scale = (1.0 / (c.head_dim as f64).sqrt()) as f32;
@@ -233,27 +220,12 @@ impl Forward<'_> {
         g.reshape(a, &[self.rows * self.tokens, c.heads * c.head_dim])
     }
 
-    /// Writes x `[1, t, n, d]` at its places of the cache; gives all of it, `[1, capacity, n, d]`.
-    ///
-    /// Each place is written once after the fresh start, so adding to zero is writing: no kernel of its own is needed.
-    fn remember(&self, g: &mut Graph, cache: Cache, block: usize, what: &str, x: Tensor) -> Result<Tensor> {
-        let shape = g.shape(x)?;
-        let (n, d) = (shape.dims()[2], shape.dims()[3]);
-        let width = n * d;
-        let x = g.reshape(x, &[self.tokens, width])?;
-        let x = if g.dtype(x) == DType::F32 {
-            g.dense(x)?
-        } else {
-            g.unary(Unary::Copy, x)?
-        };
-        let shape = Shape::new(&[cache.capacity, width])?;
-        let state = g.scratch(&format!("cache.{what}.{block}"), shape, Category::Kv);
-        let region = Region {
-            shape,
-            view: View::dense(&shape),
-            carry: !cache.fresh,
-        };
-        let all = g.push_into(Op::Nn(NnOp::GatherGrad), vec![cache.slots, x], state, region)?;
-        g.reshape(all, &[1, cache.capacity, n, d])
+    /// Writes x `[b, t, n, d]` behind what the rows hold; gives the whole cache, `[b, capacity, n, d]`. What a row does not
+    /// count among its keys is never looked at, so nothing has to be cleared when a text begins.
+    fn remember(&self, g: &mut Graph, capacity: u64, block: usize, what: &str, x: Tensor) -> Result<Tensor> {
+        let dims = g.shape(x)?;
+        let shape = Shape::new(&[self.rows, capacity, dims.dims()[2], dims.dims()[3]])?;
+        let cache = g.scratch(&format!("cache.{what}.{block}"), shape, Category::Kv);
+        append(g, cache, x, self.spans)
     }
 }

@@ -17,7 +17,7 @@ use crate::graph::{Graph, Tensor};
 use crate::nn::VOCABULARY_CHUNK;
 use crate::weights::{Catalog, Segment, WeightId};
 
-pub(crate) use layers::{Cache, DropoutInputs, Forward};
+pub(crate) use layers::{DropoutInputs, Forward};
 
 /// What a module of a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
