@@ -90,7 +90,8 @@ pub fn model(name: &str, variant: &str) -> Model {
 /// The configuration in a file.
 pub fn config(path: &std::path::Path) -> ModelConfig {
     let text = std::fs::read_to_string(path).unwrap();
-    ModelConfig::parse(&path.display().to_string(), text.as_bytes()).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    ModelConfig::parse(&path.display().to_string(), text.as_bytes())
+        .unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
 fn rounded(name: &str, variant: &str) -> Catalog {
@@ -146,16 +147,21 @@ pub fn run(session: &mut Session, plan: usize, inputs: &Inputs) -> Outputs {
     wait(session.run(plan, &inputs.of_plan(&plans[plan]), &Cancel::new(), &mut NoEvents)).unwrap()
 }
 
-/// Fails with the first five mismatches unless every value is within the tolerance.
+/// Fails with the first five mismatches unless every value is within the tolerance. With `EBBTIDE_FIGURES` set it says how
+/// near they are.
+#[allow(clippy::print_stderr, reason = "figures on request")]
 pub fn close(what: &str, got: &[f32], want: &[f32], tolerance: f32) {
     assert_eq!(got.len(), want.len(), "{what}: length");
     let bad: Vec<_> = got
         .iter()
         .zip(want)
         .enumerate()
-        .filter(|(_, (g, w))| !((*g - *w).abs() <= tolerance))
+        .filter(|(_, (g, w))| (*g - *w).abs() > tolerance || (*g - *w).is_nan())
         .collect();
     let worst = worst(got, want);
+    if std::env::var_os("EBBTIDE_FIGURES").is_some() {
+        eprintln!("{what}: {worst:.2e} of {tolerance:.2e}");
+    }
     assert!(
         bad.is_empty(),
         "{what}: {} of {} off by up to {worst}; (index, (got, want)): {:?}",
