@@ -14,17 +14,18 @@ use super::models::{Layer, Model};
 use crate::error::{Error, Result};
 use crate::graph::Shape;
 use crate::nn::{Param, Params};
-use crate::rt::file::save_atomically;
+use crate::rt::file::{make_folder, save_atomically};
 use crate::stream::Session;
 use crate::weights::safetensors::{TensorSpec, write};
-use crate::weights::{Catalog, DType};
+use crate::weights::{Catalog, DType, Source};
 
 /// Name of the configuration in an adapter's folder.
 pub const CONFIG_FILE: &str = "adapter_config.json";
 /// Name of the weights in an adapter's folder.
 pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
-const CONFIG_CAP: usize = 1 << 20;
+/// Largest configuration of an adapter that is read.
+const CONFIG_CAP: u64 = 1 << 20;
 const ALL_LINEAR: &str = "all-linear";
 
 /// Which linear layers get an adapter.
@@ -361,7 +362,7 @@ impl Adapter {
     /// configuration is no adapter.
     pub fn save(&self, folder: &Path, values: &[Vec<f32>], base: &str) -> Result<()> {
         let bytes = self.weights_file(values)?;
-        std::fs::create_dir_all(folder).map_err(|e| io(folder, &e))?;
+        make_folder(folder)?;
         let put = |name: &str, bytes: &[u8]| {
             let path = folder.join(name);
             save_atomically(&path, |out| out.write_all(bytes).map_err(|e| io(&path, &e)))
@@ -373,15 +374,21 @@ impl Adapter {
     /// Opens a folder in PEFT's format.
     pub async fn open(folder: &Path, model: &Model) -> Result<(Adapter, Values)> {
         let path = folder.join(CONFIG_FILE);
-        let size = std::fs::metadata(&path).map_err(|e| io(&path, &e))?.len();
-        if size > CONFIG_CAP as u64 {
+        let source = Source::open(&path)?;
+        if source.len() > CONFIG_CAP {
             return Err(Error::Limit {
                 what: path.display().to_string(),
-                need: size,
-                have: CONFIG_CAP as u64,
+                need: source.len(),
+                have: CONFIG_CAP,
             });
         }
-        let text = std::fs::read_to_string(&path).map_err(|e| io(&path, &e))?;
+        let mut bytes = vec![0; source.len() as usize];
+        source.fill(0, &mut bytes).await?;
+        let text = String::from_utf8(bytes).map_err(|_| Error::Format {
+            file: path.display().to_string(),
+            tensor: None,
+            reason: "it is not UTF-8 text".into(),
+        })?;
         let catalog = Catalog::open(folder.join(WEIGHTS_FILE)).await?;
         Adapter::read(&path.display().to_string(), &text, &catalog, model).await
     }

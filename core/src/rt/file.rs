@@ -189,6 +189,11 @@ pub fn is_file(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.is_file())
 }
 
+/// Makes a folder, and those above it, where there is none. [`Error::Io`] if it cannot be.
+pub fn make_folder(path: &Path) -> Result<()> {
+    std::fs::create_dir_all(path).map_err(|e| io_error(path, e))
+}
+
 /// The regular files (links followed) of `folder` with this extension, sorted by name. Sub-folders are not entered.
 pub fn files_with_extension(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
