@@ -1,8 +1,11 @@
 //! What every command needs of the engine: a device, a token that Ctrl-C sets, and a place to wait.
 
 use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
-use ebbtide::{Budget, Cancel, Device, DeviceChoice, Result};
+use anyhow::Context;
+use ebbtide::{Budget, Cancel, Device, DeviceChoice, Error, Result, Source};
 
 /// Runs a future of the engine on this thread, which from then on owns the device.
 pub fn wait<T>(future: impl Future<Output = T>) -> T {
@@ -18,6 +21,28 @@ pub async fn open_device(name: Option<&str>) -> Result<Device> {
     Device::open(&choice).await
 }
 
+/// Temporary folders that exist, so that a second Ctrl-C leaves none behind.
+static TEMPORARY: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// A temporary folder that goes with its handle, or with the process when Ctrl-C ends it.
+pub fn temporary_folder() -> anyhow::Result<tempfile::TempDir> {
+    let folder = tempfile::Builder::new().prefix("ebbtide-").tempdir().context("a temporary folder")?;
+    TEMPORARY.lock().unwrap_or_else(|p| p.into_inner()).push(folder.path().to_path_buf());
+    Ok(folder)
+}
+
+/// Refuses to write over a file that the command reads.
+pub fn refuse_overwriting(flag: &str, out: &Path, inputs: &[&Path]) -> Result<()> {
+    let Ok(target) = Source::open(out) else { return Ok(()) };
+    for input in inputs {
+        if Source::open(input)?.identity() == target.identity() {
+            let reason = format!("{} is an input of this command; write somewhere else", input.display());
+            return Err(Error::Invalid { what: format!("{flag} {}", out.display()), reason });
+        }
+    }
+    Ok(())
+}
+
 /// A token that Ctrl-C sets. A second Ctrl-C ends the process at once.
 pub fn cancel_on_ctrl_c() -> Cancel {
     let cancel = Cancel::new();
@@ -25,6 +50,9 @@ pub fn cancel_on_ctrl_c() -> Cancel {
     // Fails only when a handler is there already; then that one does the work.
     let _ = ctrlc::set_handler(move || {
         if token.is_cancelled() {
+            for folder in TEMPORARY.lock().unwrap_or_else(|p| p.into_inner()).iter() {
+                let _ = std::fs::remove_dir_all(folder);
+            }
             std::process::exit(130);
         }
         token.cancel();

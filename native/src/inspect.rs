@@ -75,7 +75,9 @@ pub fn run(args: &InspectArgs) -> Result<()> {
     let width = report.tensors.iter().map(|t| t.name.len()).max().unwrap_or(4);
     for t in &report.tensors {
         let pieces = if t.pieces > 1 { format!("  in {} pieces", t.pieces) } else { String::new() };
-        println!("{:<width$}  {:<5} {:<20} {:>14}{pieces}", t.name, t.dtype, format!("{:?}", t.shape), t.bytes);
+        // A name from a file never reaches the terminal as a control sequence.
+        let name: String = t.name.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect();
+        println!("{name:<width$}  {:<5} {:<20} {:>14}{pieces}", t.dtype, format!("{:?}", t.shape), t.bytes);
     }
     println!("\n{} tensors in {} files, {}", report.tensors.len(), report.files, Bytes(report.weight_bytes));
     Ok(())

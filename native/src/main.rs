@@ -58,7 +58,10 @@ fn main() -> ExitCode {
     // A closed pipe (`| head`) ends the command quietly instead of with a panic.
     #[cfg(unix)]
     restore_sigpipe();
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(usage) => return report_usage(&usage),
+    };
     let json = match &cli.command {
         Some(Command::Probe(probe)) => probe.json(),
         Some(Command::Doctor(args)) => args.json,
@@ -78,6 +81,17 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => report(&error, json),
     }
+}
+
+/// Help, version, or what is wrong with the arguments; as JSON too where that was asked for.
+fn report_usage(usage: &clap::Error) -> ExitCode {
+    if usage.use_stderr() && std::env::args().any(|a| a == "--json") {
+        let message = usage.to_string();
+        println!("{}", serde_json::json!({ "error": { "code": "usage", "message": message.trim() } }));
+    }
+    // Fails only when the terminal is gone.
+    let _ = usage.print();
+    ExitCode::from(if usage.use_stderr() { 2 } else { 0 })
 }
 
 /// Says what went wrong, in words or as a JSON object, and gives the exit status.

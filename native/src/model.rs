@@ -1,16 +1,13 @@
 //! What commands about models share: the model of a folder, the adapter as flags describe it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::Args;
 use ebbtide::llm::adapters::{LoraSpec, Targets};
 use ebbtide::llm::config::ModelConfig;
-use ebbtide::llm::hub::{HubEnvironment, find_model, optional_file, read_small};
+use ebbtide::llm::hub::{HubEnvironment, find_model, optional_file};
 use ebbtide::llm::models::Model;
 use ebbtide::{Catalog, Error, Result};
-
-/// The most bytes of a small JSON file beside a model.
-const SMALL: u64 = 1 << 20;
 
 /// Which model.
 #[derive(Args, Clone, Debug)]
@@ -20,26 +17,16 @@ pub struct ModelArgs {
     pub model: String,
 }
 
-/// A model with the folder that it came from.
-pub struct Opened {
-    /// Where its files are.
-    pub folder: PathBuf,
-    /// The model: configuration and headers, no weight byte.
-    pub model: Model,
-    /// Tokens that end a text.
-    pub ends: Vec<i32>,
-}
-
 impl ModelArgs {
     /// Opens the model: reads its configuration and the headers of its files.
-    pub async fn open(&self) -> Result<Opened> {
+    pub async fn open(&self) -> Result<Model> {
         let folder = find_model(&self.model, &HubEnvironment::from_env()).await?;
         open(&folder).await
     }
 }
 
 /// Opens the model of a folder.
-pub async fn open(folder: &Path) -> Result<Opened> {
+async fn open(folder: &Path) -> Result<Model> {
     let Some(source) = optional_file(folder, "config.json")? else {
         return Err(Error::NotFound {
             what: "file",
@@ -47,14 +34,7 @@ pub async fn open(folder: &Path) -> Result<Opened> {
             hint: Some("--model names a folder as the Hugging Face hub lays it out".into()),
         });
     };
-    let mut config = ModelConfig::read(&source).await?;
-    if let Some(source) = optional_file(folder, "generation_config.json")? {
-        let text = read_small(&source, SMALL).await?;
-        config.add_end_tokens(source.name(), &text)?;
-    }
-    let ends = config.eos.iter().map(|t| *t as i32).collect();
-    let model = Model::new(config, Catalog::open(folder).await?)?;
-    Ok(Opened { folder: folder.to_path_buf(), model, ends })
+    Model::new(ModelConfig::read(&source).await?, Catalog::open(folder).await?)
 }
 
 /// What adapter is trained.

@@ -62,8 +62,7 @@ struct Forecast {
 
 /// Runs the command.
 pub fn run(args: &PlanArgs) -> anyhow::Result<()> {
-    let opened = engine::wait(args.model.open())?;
-    let model = &opened.model;
+    let model = &engine::wait(args.model.open())?;
     let adapter = Adapter::new(model, args.lora.spec(model)?)?;
     let bucket = Bucket { rows: args.batch_size, tokens: args.max_seq_length };
     let spec = RunSpec {

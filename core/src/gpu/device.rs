@@ -166,6 +166,10 @@ impl Device {
         &self.0.ledger
     }
 
+    pub(crate) fn claim(&self, bytes: u64) -> crate::memory::Claim {
+        self.0.ledger.claim(bytes)
+    }
+
     /// Bytes in use now, as MLX names it.
     pub fn active_memory(&self) -> u64 {
         self.0.ledger.active()

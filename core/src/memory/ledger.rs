@@ -3,7 +3,7 @@
 //! WebGPU has no query for memory in use, and drivers over-commit, so this is the only truth that exists on every
 //! platform. It is checked before each allocation: a session cannot exceed its budget by mistake.
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::compile::{Breakdown, Category};
 use crate::error::{Bytes, Error, Result};
@@ -18,8 +18,24 @@ struct State {
     peak: u64,
     at_peak: Breakdown,
     budget: Option<u64>,
+    claims: u32,
     buffers: u64,
     made: u64,
+}
+
+/// The bytes that a session may use.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    ledger: Arc<Ledger>,
+    bytes: u64,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut s = self.ledger.state();
+        s.claims -= 1;
+        s.budget = if s.claims == 0 { None } else { s.budget.map(|b| b - self.bytes) };
+    }
 }
 
 /// A reading of the ledger, in bytes.
@@ -65,9 +81,14 @@ impl Ledger {
         (s.peak, s.at_peak) = (s.live.total(), s.live);
     }
 
-    /// Sets the bytes that may be used.
-    pub(crate) fn set_budget(&self, budget: Option<u64>) {
-        self.state().budget = budget;
+    /// Claims bytes for a session: what all sessions of a device claim, beyond what was there before the first of them,
+    /// is what may be used. The claim ends with the handle.
+    pub(crate) fn claim(self: &Arc<Ledger>, bytes: u64) -> Claim {
+        let mut s = self.state();
+        let now = s.live.total();
+        s.budget = Some(s.budget.unwrap_or(now) + bytes);
+        s.claims += 1;
+        Claim { ledger: self.clone(), bytes }
     }
 
     /// Counts a buffer about to be made; refuses what would exceed the budget.
@@ -99,8 +120,8 @@ mod tests {
 
     #[test]
     fn an_allocation_above_the_budget_is_refused_and_not_counted() {
-        let ledger = Ledger::default();
-        ledger.set_budget(Some(100));
+        let ledger = Arc::new(Ledger::default());
+        let _claim = ledger.claim(100);
         ledger.take("a", Category::Weights, 60).unwrap();
         assert_eq!(ledger.take("b", Category::Upload, 41).unwrap_err().code(), "out-of-memory");
         ledger.take("b", Category::Upload, 40).unwrap();
@@ -108,5 +129,17 @@ mod tests {
         let usage = ledger.usage();
         assert_eq!((usage.active.total(), usage.peak, usage.buffers), (40, 100, 1));
         assert_eq!(usage.at_peak.get(Category::Weights), 60);
+    }
+
+    #[test]
+    fn sessions_of_one_device_may_use_what_they_claim_together() {
+        let ledger = Arc::new(Ledger::default());
+        let first = ledger.claim(100);
+        drop(ledger.claim(10));
+        ledger.take("a", Category::Weights, 100).unwrap();
+        assert!(ledger.take("b", Category::Weights, 1).is_err());
+        let second = ledger.claim(10);
+        ledger.take("b", Category::Weights, 10).unwrap();
+        drop((first, second));
     }
 }

@@ -3,5 +3,6 @@
 mod ledger;
 mod ring;
 
+pub(crate) use ledger::Claim;
 pub use ledger::{Ledger, Usage};
 pub(crate) use ring::Chunks;

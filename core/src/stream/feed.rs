@@ -242,6 +242,8 @@ pub(crate) struct ReadbackRing {
     ring: Ring,
     buffers: Vec<Buffer>,
     mapped: Vec<Arc<AtomicBool>>,
+    /// Whether a mapping was asked for and not ended.
+    asked: Vec<bool>,
 }
 
 impl ReadbackRing {
@@ -251,7 +253,7 @@ impl ReadbackRing {
             let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
             buffers.push(device.buffer("a readback chunk", Category::Readback, ring.chunk, usage).await?);
         }
-        Ok(ReadbackRing { ring, mapped: buffers.iter().map(|_| Default::default()).collect(), buffers })
+        Ok(ReadbackRing { ring, mapped: buffers.iter().map(|_| Default::default()).collect(), asked: vec![false; buffers.len()], buffers })
     }
 
     /// Copies bytes of a buffer to the host, as many chunks at a time as there are. `submitted` is called after each
@@ -278,12 +280,13 @@ impl ReadbackRing {
             submitted(recorder);
             for i in 0..parts {
                 self.mapped[i].store(false, Ordering::Release);
+                self.asked[i] = true;
                 recorder.map(self.buffers[i].raw(), wgpu::MapMode::Read, &self.mapped[i]);
             }
             for i in 0..parts {
                 let waited = recorder.wait_for(&self.mapped[i], epoch, stop).await;
                 if waited.is_err() {
-                    self.buffers.iter().for_each(|b| foreign(|| b.raw().unmap()));
+                    self.reset();
                     return waited;
                 }
                 let start = at + i * chunk;
@@ -299,9 +302,18 @@ impl ReadbackRing {
                     raw.unmap();
                     Ok(())
                 })?;
+                self.asked[i] = false;
             }
             at += parts * chunk;
         }
         Ok(())
+    }
+
+    /// Ends every mapping that a failed or dropped run left behind; its callback, should it still come, tells nobody.
+    pub fn reset(&mut self) {
+        for (i, asked) in self.asked.iter_mut().enumerate().filter(|(_, asked)| **asked) {
+            foreign(|| self.buffers[i].raw().unmap());
+            (*asked, self.mapped[i]) = (false, Arc::default());
+        }
     }
 }

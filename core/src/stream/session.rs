@@ -10,6 +10,7 @@ use crate::compile::{Action, Binding, Content, Plan, PlanSet, SlotId, StatePort,
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, NoEvents, Pass};
 use crate::gpu::{Buffer, Device, Dispatch, Pipeline, Recorder, foreign};
+use crate::memory::Claim;
 use crate::rt::{Read, Reads};
 use crate::weights::{Catalog, WeightId};
 use rows::{Rows, check_ids};
@@ -113,6 +114,8 @@ struct Bound {
 
 /// Device memory for a set, and the one queue. All methods run on the thread that made it.
 pub struct Session {
+    /// The bytes of the device that are this session's.
+    _claim: Claim,
     device: Device,
     set: Arc<PlanSet>,
     reads: Arc<Reads>,
@@ -150,7 +153,7 @@ impl Session {
         events: &mut dyn EventSink,
     ) -> Result<Session> {
         verify_all(&set, device)?;
-        device.ledger().set_budget(Some(device.ledger().active() + set.budget));
+        let claim = device.claim(set.budget);
         let (reads, chunks) = chunk_table(catalog, &set)?;
         let mut rows = HashMap::new();
         for action in set.plans.iter().flat_map(|p| &p.actions) {
@@ -166,6 +169,7 @@ impl Session {
         let uniforms = uniform_buffer(device, set.table.uniforms).await?;
         upload.map_idle(&recorder);
         let mut session = Session {
+            _claim: claim,
             device: device.clone(),
             set: Arc::new(set),
             reads: Arc::new(reads),
@@ -349,6 +353,7 @@ impl Session {
     async fn abandon(&mut self) {
         self.recorder.discard();
         self.upload.reset(&self.recorder).await;
+        self.readback.reset();
         self.store.forget(&self.set.table);
     }
 

@@ -9,7 +9,6 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use clap::{Args, ValueEnum};
 use ebbtide::compile::{Category, CompileReport, Options, PlanSet, compile_with};
 use ebbtide::error::Bytes;
@@ -254,7 +253,7 @@ impl Stack {
 pub async fn measure(args: &CompileArgs, cancel: &Cancel) -> anyhow::Result<ProbeReport> {
     let (budget, _) = engine::budget(&args.budget, args.device.as_deref())?;
     // A file of our own goes with the folder, also when the run fails or is interrupted.
-    let made = tempfile::Builder::new().prefix("ebbtide-probe-").tempdir().context("a temporary folder for the weights")?;
+    let made = engine::temporary_folder()?;
     let begun = Instant::now();
     let file = match &args.file {
         Some(file) => file.clone(),

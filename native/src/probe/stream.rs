@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use clap::Args;
 use ebbtide::compile::{self, Breakdown, Options};
 use ebbtide::error::Bytes;
@@ -33,7 +32,7 @@ pub struct StreamArgs {
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub rounds: u32,
     /// Device memory to use: BYTES, 6GiB, 50%, floor, all or auto.
-    #[arg(long, default_value = "all")]
+    #[arg(long, default_value = "all", allow_hyphen_values = true)]
     pub budget: String,
     /// Load and release by hand, around each layer, whatever the budget.
     #[arg(long)]
@@ -141,7 +140,7 @@ const X: [u64; 4] = [1, 3, 32, 48];
 pub async fn measure(args: &StreamArgs, cancel: &Cancel) -> anyhow::Result<StreamReport> {
     let (budget, why) = engine::budget(&args.budget, args.device.as_deref())?;
     // Files of our own live as long as the run, and go with it.
-    let made = tempfile::tempdir().context("a temporary folder for the weights")?;
+    let made = engine::temporary_folder()?;
     let (down, up) = match (&args.down, &args.up) {
         (Some(down), Some(up)) => (down.clone(), up.clone()),
         _ => {
@@ -158,6 +157,10 @@ pub async fn measure(args: &StreamArgs, cancel: &Cancel) -> anyhow::Result<Strea
     let catalog = Catalog::from_sources(vec![Source::open(&down)?, Source::open(&up)?]).await?;
     check_shapes(&catalog, 0, &down, &DOWN)?;
     check_shapes(&catalog, 1, &up, &UP)?;
+    if let Some(out) = &args.out {
+        let inputs: Vec<&Path> = [Some(&down), Some(&up), args.x.as_ref()].into_iter().flatten().map(|p| p.as_path()).collect();
+        engine::refuse_overwriting("--out", out, &inputs)?;
+    }
     let program = founding_program(&catalog, args.rounds, args.manual)?;
     // The plan comes first: a budget that cannot be kept is refused before any GPU work.
     let options = Options { once: true, keep_free_0: args.keep_free_0, ..Options::default() };
