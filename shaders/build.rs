@@ -29,9 +29,8 @@ fn generate() -> Outcome<()> {
     println!("cargo::rerun-if-changed=wgsl");
     println!("cargo::rerun-if-changed=build.rs");
     let folder = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?).join("wgsl");
-    let mut files: Vec<PathBuf> = fs::read_dir(&folder)?
-        .map(|entry| entry.map(|e| e.path()))
-        .collect::<Result<_, _>>()?;
+    let mut files: Vec<PathBuf> =
+        fs::read_dir(&folder)?.map(|entry| entry.map(|e| e.path())).collect::<Result<_, _>>()?;
     files.retain(|f| f.extension().is_some_and(|x| x == "wgsl"));
     files.sort();
 
@@ -66,40 +65,16 @@ fn generate() -> Outcome<()> {
 fn shader_module(file: &Path) -> Outcome<(String, String)> {
     let source = fs::read_to_string(file)?;
     let shown = file.display().to_string();
-    let name = file
-        .file_stem()
-        .and_then(|s| s.to_str())
-        .ok_or("file name is not UTF-8")?
-        .to_owned();
-    let module = naga::front::wgsl::parse_str(&source).map_err(|e| {
-        located(
-            file,
-            &source,
-            e.location(&source),
-            &e.emit_to_string_with_path(&source, &shown),
-        )
-    })?;
+    let name = file.file_stem().and_then(|s| s.to_str()).ok_or("file name is not UTF-8")?.to_owned();
+    let module = naga::front::wgsl::parse_str(&source)
+        .map_err(|e| located(file, &source, e.location(&source), &e.emit_to_string_with_path(&source, &shown)))?;
     // Only what plain WebGPU has: `unpack2x16float` counts as a capability of its own in naga, but is core WGSL.
     let info = Validator::new(ValidationFlags::all(), Capabilities::SHADER_FLOAT16_IN_FLOAT32)
         .validate(&module)
-        .map_err(|e| {
-            located(
-                file,
-                &source,
-                e.location(&source),
-                &e.emit_to_string_with_path(&source, &shown),
-            )
-        })?;
+        .map_err(|e| located(file, &source, e.location(&source), &e.emit_to_string_with_path(&source, &shown)))?;
     drop(info);
 
-    let describe = || -> Outcome<String> {
-        Describe {
-            module: &module,
-            source: &source,
-            name: &name,
-        }
-        .text(file)
-    };
+    let describe = || -> Outcome<String> { Describe { module: &module, source: &source, name: &name }.text(file) };
     let text = describe().map_err(|e| format!("{shown}:1:1: {e}"))?;
     Ok((name, text))
 }
@@ -108,16 +83,8 @@ fn located(file: &Path, source: &str, at: Option<naga::SourceLocation>, report: 
     let Some(at) = at else {
         return format!("{}:1:1: error\n{report}", file.display());
     };
-    let line = source
-        .lines()
-        .nth(at.line_number.saturating_sub(1) as usize)
-        .unwrap_or_default();
-    format!(
-        "{}:{}:{}: error\n    {line}\n{report}",
-        file.display(),
-        at.line_number,
-        at.line_position
-    )
+    let line = source.lines().nth(at.line_number.saturating_sub(1) as usize).unwrap_or_default();
+    format!("{}:{}:{}: error\n    {line}\n{report}", file.display(), at.line_number, at.line_position)
 }
 
 struct Describe<'a> {
@@ -134,10 +101,7 @@ impl Describe<'_> {
         if entry.name != "main" || entry.stage != naga::ShaderStage::Compute {
             return Err("the entry point is `@compute fn main`".into());
         }
-        if entry
-            .workgroup_size_overrides
-            .is_some_and(|o| o.iter().any(Option::is_some))
-        {
+        if entry.workgroup_size_overrides.is_some_and(|o| o.iter().any(Option::is_some)) {
             return Err("the workgroup size is part of the kernel and not an override".into());
         }
         let [x, y, z] = entry.workgroup_size;
@@ -181,20 +145,13 @@ impl Describe<'_> {
         if out.is_empty() {
             return Ok(out);
         }
-        Ok(format!(
-            "/// Values of the override `OP` of `{0}.wgsl`.\npub mod {0}_op {{\n{out}}}\n",
-            self.name
-        ))
+        Ok(format!("/// Values of the override `OP` of `{0}.wgsl`.\npub mod {0}_op {{\n{out}}}\n", self.name))
     }
 
     fn workgroup_bytes(&self) -> Outcome<u32> {
         let mut layouter = naga::proc::Layouter::default();
         layouter.update(self.module.to_ctx())?;
-        let of = self
-            .module
-            .global_variables
-            .iter()
-            .filter(|(_, v)| v.space == AddressSpace::WorkGroup);
+        let of = self.module.global_variables.iter().filter(|(_, v)| v.space == AddressSpace::WorkGroup);
         Ok(of.map(|(_, v)| layouter[v.ty].size).sum())
     }
 
@@ -209,10 +166,7 @@ impl Describe<'_> {
             if binding.group != 0 || binding.binding == 0 {
                 return Err(format!("`{name}`: storage stands in group 0 at bindings 1 and up").into());
             }
-            let line = self
-                .source
-                .lines()
-                .find(|l| l.starts_with(&format!("@group(0) @binding({})", binding.binding)));
+            let line = self.source.lines().find(|l| l.starts_with(&format!("@group(0) @binding({})", binding.binding)));
             if !line.is_some_and(|l| l.contains("//")) {
                 return Err(format!("`{name}`: the binding's line ends with a comment that gives its shape").into());
             }
@@ -225,10 +179,7 @@ impl Describe<'_> {
         let mut out = String::new();
         for (binding, name, write) in found {
             let access = if write { "ReadWrite" } else { "Read" };
-            write!(
-                out,
-                "crate::Binding {{ binding: {binding}, name: {name:?}, access: crate::Access::{access} }}, "
-            )?;
+            write!(out, "crate::Binding {{ binding: {binding}, name: {name:?}, access: crate::Access::{access} }}, ")?;
         }
         Ok(out)
     }
@@ -255,11 +206,7 @@ impl Describe<'_> {
 
     /// The Rust struct equal to the WGSL `Params`, padding made explicit, and its size.
     fn params(&self) -> Outcome<(String, u32)> {
-        let uniform = self
-            .module
-            .global_variables
-            .iter()
-            .find(|(_, v)| v.space == AddressSpace::Uniform);
+        let uniform = self.module.global_variables.iter().find(|(_, v)| v.space == AddressSpace::Uniform);
         let (_, var) = uniform.ok_or("no uniform")?;
         if var.binding.as_ref().is_none_or(|b| b.group != 0 || b.binding != 0) {
             return Err("the uniform stands at @group(0) @binding(0)".into());
@@ -278,11 +225,7 @@ impl Describe<'_> {
         let mut pads = 0;
         let mut pad = |out: &mut String, at: u32, to: u32| -> Outcome<()> {
             if to > at {
-                writeln!(
-                    out,
-                    "        #[doc(hidden)]\n        pub _pad{pads}: [u32; {}],",
-                    (to - at) / 4
-                )?;
+                writeln!(out, "        #[doc(hidden)]\n        pub _pad{pads}: [u32; {}],", (to - at) / 4)?;
                 pads += 1;
             }
             Ok(())
@@ -293,22 +236,15 @@ impl Describe<'_> {
             if expected.is_some_and(|e| *e != name) {
                 return Err("Params begins with `first_group: u32, groups: u32`".into());
             }
-            let (rust, size) = self
-                .rust_type(member.ty)
-                .ok_or(format!("member `{name}`: type not supported"))?;
-            let doc = self
-                .member_comment(name)
-                .ok_or(format!("member `{name}`: no comment on its line"))?;
+            let (rust, size) = self.rust_type(member.ty).ok_or(format!("member `{name}`: type not supported"))?;
+            let doc = self.member_comment(name).ok_or(format!("member `{name}`: no comment on its line"))?;
             pad(&mut out, at, member.offset)?;
             writeln!(out, "        /// {doc}\n        pub {name}: {rust},")?;
             at = member.offset + size;
         }
         let size = span.next_multiple_of(16);
         pad(&mut out, at, size)?;
-        writeln!(
-            out,
-            "    }}\n    const _: () = assert!(core::mem::size_of::<Params>() == {size});"
-        )?;
+        writeln!(out, "    }}\n    const _: () = assert!(core::mem::size_of::<Params>() == {size});")?;
         Ok((out, size))
     }
 
@@ -321,15 +257,8 @@ impl Describe<'_> {
         };
         match self.module.types[ty].inner {
             TypeInner::Scalar(s) => Some((scalar(s)?.to_owned(), 4)),
-            TypeInner::Vector {
-                size: VectorSize::Quad,
-                scalar: s,
-            } => Some((format!("[{}; 4]", scalar(s)?), 16)),
-            TypeInner::Array {
-                base,
-                size: ArraySize::Constant(n),
-                stride: 16,
-            } => {
+            TypeInner::Vector { size: VectorSize::Quad, scalar: s } => Some((format!("[{}; 4]", scalar(s)?), 16)),
+            TypeInner::Array { base, size: ArraySize::Constant(n), stride: 16 } => {
                 let (of, _) = self.rust_type(base).filter(|(_, bytes)| *bytes == 16)?;
                 Some((format!("[{of}; {n}]"), 16 * n.get()))
             }
@@ -340,9 +269,7 @@ impl Describe<'_> {
     /// The comment behind a member of `Params`: it becomes the field's documentation.
     fn member_comment(&self, member: &str) -> Option<String> {
         let body = self.source.split_once("struct Params {")?.1.split_once('}')?.0;
-        let line = body
-            .lines()
-            .find(|l| l.trim_start().starts_with(&format!("{member}:")))?;
+        let line = body.lines().find(|l| l.trim_start().starts_with(&format!("{member}:")))?;
         Some(line.split_once("//")?.1.trim().replace('[', "\\[").replace(']', "\\]"))
     }
 }

@@ -37,7 +37,8 @@ async fn run() -> Result<()> {
     let step = train_step(g, loss, &params, &values, &adamw)?;
 
     let device = Device::open(&DeviceChoice::from_env()).await?;
-    let mut session = Session::new(&device, &catalog, compile(&[step], &catalog, device.caps(), Budget::Floor)?).await?;
+    let mut session =
+        Session::new(&device, &catalog, compile(&[step], &catalog, device.caps(), Budget::Floor)?).await?;
     // A small and random, B zero: the adapter begins as nothing.
     let mut first = common::numbers(9, params.arrays()[0] as usize);
     params.iter().for_each(|p| {

@@ -209,11 +209,7 @@ mod tests {
 
     #[test]
     fn a_refused_budget_names_the_floor_and_what_sets_it() {
-        let e = Error::BudgetBelowFloor {
-            asked: Bytes(10),
-            floor: Bytes(20),
-            set_by: "segment `down`".into(),
-        };
+        let e = Error::BudgetBelowFloor { asked: Bytes(10), floor: Bytes(20), set_by: "segment `down`".into() };
         assert_eq!((e.code(), e.exit_status()), ("budget-below-floor", 3));
         assert!(e.to_string().contains("at least 20 bytes") && e.to_string().contains("segment `down`"));
     }

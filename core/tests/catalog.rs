@@ -47,11 +47,7 @@ fn index(folder: &Path, map: &[(&str, &str)]) {
 #[test]
 fn each_file_of_a_folder_is_a_segment_of_its_stem_with_short_names() {
     let folder = tempfile::tempdir().unwrap();
-    put(
-        folder.path(),
-        "down.safetensors",
-        &[f32s("w", &[1; 16]), f32s("b", &[2; 4])],
-    );
+    put(folder.path(), "down.safetensors", &[f32s("w", &[1; 16]), f32s("b", &[2; 4])]);
     put(folder.path(), "up.safetensors", &[f32s("w", &[3; 8])]);
     std::fs::write(folder.path().join("config.json"), "{}").unwrap();
     let catalog = open(folder.path());
@@ -68,20 +64,13 @@ fn each_file_of_a_folder_is_a_segment_of_its_stem_with_short_names() {
 #[test]
 fn a_name_in_two_files_without_an_index_must_be_asked_of_a_segment() {
     let folder = tempfile::tempdir().unwrap();
-    put(
-        folder.path(),
-        "a.safetensors",
-        &[f32s("w", &[1; 4]), f32s("only", &[1; 4])],
-    );
+    put(folder.path(), "a.safetensors", &[f32s("w", &[1; 4]), f32s("only", &[1; 4])]);
     put(folder.path(), "b.safetensors", &[f32s("w", &[1; 4])]);
     let catalog = open(folder.path());
     let error = catalog.find("w").unwrap_err();
     assert_eq!(error.code(), "invalid");
     let text = error.to_string();
-    assert!(
-        text.contains("`a`") && text.contains("`b`") && text.contains("segment"),
-        "{text}"
-    );
+    assert!(text.contains("`a`") && text.contains("`b`") && text.contains("segment"), "{text}");
     assert_eq!(catalog.weight(catalog.find("only").unwrap()).name(), "only");
     assert_eq!(catalog.names().collect::<Vec<_>>(), ["only", "w"]);
 }
@@ -105,25 +94,11 @@ fn one_file_given_twice_or_by_two_names_is_one_source_and_its_weights_one_each()
     let twice = vec![Source::open(&path).unwrap(), Source::open(&path).unwrap()];
     assert_eq!(twice[0], twice[1]);
     let catalog = block_on(Catalog::from_sources(twice)).unwrap();
-    assert_eq!(
-        (
-            catalog.sources().len(),
-            catalog.weights().len(),
-            catalog.segments().count()
-        ),
-        (1, 1, 1)
-    );
+    assert_eq!((catalog.sources().len(), catalog.weights().len(), catalog.segments().count()), (1, 1, 1));
 
     std::fs::hard_link(&path, folder.path().join("b.safetensors")).unwrap();
     let catalog = open(folder.path());
-    assert_eq!(
-        (
-            catalog.sources().len(),
-            catalog.weights().len(),
-            catalog.segments().count()
-        ),
-        (1, 1, 2)
-    );
+    assert_eq!((catalog.sources().len(), catalog.weights().len(), catalog.segments().count()), (1, 1, 2));
     let of = |segment: &str| catalog.segment(segment).unwrap().weight("w").unwrap();
     assert_eq!(of("a"), of("b"));
     assert_eq!(catalog.find("w").unwrap(), of("a"));
@@ -132,10 +107,7 @@ fn one_file_given_twice_or_by_two_names_is_one_source_and_its_weights_one_each()
 #[test]
 fn two_files_of_one_stem_are_refused_with_both_names() {
     let bytes = |n: u8| file(&[f32s("w", &[n; 4])]);
-    let sources = vec![
-        Source::memory("x/a.safetensors", bytes(1)),
-        Source::memory("y/a.safetensors", bytes(2)),
-    ];
+    let sources = vec![Source::memory("x/a.safetensors", bytes(1)), Source::memory("y/a.safetensors", bytes(2))];
     let error = block_on(Catalog::from_sources(sources)).unwrap_err();
     assert_eq!(error.code(), "invalid");
     assert!(error.to_string().contains("x/a.safetensors") && error.to_string().contains("y/a.safetensors"));
@@ -169,22 +141,10 @@ fn shards_that_are_links_as_in_the_hubs_cache_are_followed_and_known_as_the_file
 fn an_index_is_obeyed_and_may_be_named_itself() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("sub")).unwrap();
-    put(
-        folder.path(),
-        "one.safetensors",
-        &[f32s("a", &[1; 4]), f32s("c", &[9; 4])],
-    );
-    put(
-        folder.path(),
-        "sub/one.safetensors",
-        &[f32s("b", &[2; 4]), f32s("c", &[3; 4])],
-    );
+    put(folder.path(), "one.safetensors", &[f32s("a", &[1; 4]), f32s("c", &[9; 4])]);
+    put(folder.path(), "sub/one.safetensors", &[f32s("b", &[2; 4]), f32s("c", &[3; 4])]);
     put(folder.path(), "not-listed.safetensors", &[f32s("a", &[4; 4])]);
-    let map = [
-        ("a", "one.safetensors"),
-        ("b", "sub/one.safetensors"),
-        ("c", "sub/one.safetensors"),
-    ];
+    let map = [("a", "one.safetensors"), ("b", "sub/one.safetensors"), ("c", "sub/one.safetensors")];
     index(folder.path(), &map);
     for path in [folder.path().to_owned(), folder.path().join(INDEX_FILE)] {
         let catalog = open(path);
@@ -203,14 +163,7 @@ fn an_index_that_disagrees_with_the_shards_names_tensor_and_both_shards() {
     let folder = tempfile::tempdir().unwrap();
     put(folder.path(), "one.safetensors", &[f32s("a", &[1; 4])]);
     put(folder.path(), "two.safetensors", &[f32s("b", &[2; 4])]);
-    index(
-        folder.path(),
-        &[
-            ("a", "two.safetensors"),
-            ("b", "two.safetensors"),
-            ("x", "one.safetensors"),
-        ],
-    );
+    index(folder.path(), &[("a", "two.safetensors"), ("b", "two.safetensors"), ("x", "one.safetensors")]);
     let text = refused(folder.path()).to_string();
     for part in [INDEX_FILE, "`a`", "`two.safetensors`", "`one.safetensors`"] {
         assert!(text.contains(part), "{text}");
@@ -221,10 +174,7 @@ fn an_index_that_disagrees_with_the_shards_names_tensor_and_both_shards() {
     index(folder.path(), &[("a", "one.safetensors"), ("b", "three.safetensors")]);
     let error = refused(folder.path());
     assert_eq!(error.code(), "io");
-    assert!(
-        error.to_string().contains("three.safetensors") && error.to_string().contains(INDEX_FILE),
-        "{error}"
-    );
+    assert!(error.to_string().contains("three.safetensors") && error.to_string().contains(INDEX_FILE), "{error}");
 }
 
 #[test]
@@ -253,10 +203,7 @@ fn an_index_cannot_lead_out_of_its_folder() {
         index(&folder, &[("t", shard)]);
         let error = refused(&folder);
         assert_eq!(error.code(), "format", "{shard:?}");
-        assert!(
-            error.to_string().contains("`t`") && error.to_string().contains("refused"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("`t`") && error.to_string().contains("refused"), "{error}");
     }
 }
 
@@ -281,20 +228,12 @@ fn a_tensor_of_another_type_is_listed_and_refused_as_a_weight_only() {
     let other = FileDType::from_safetensors("F8_E4M3").unwrap();
     let bytes = file(&[("f8", other, vec![3], &[1; 3]), f32s("w", &[1; 4])]);
     let catalog = block_on(Catalog::from_sources(vec![Source::memory("m.safetensors", bytes)])).unwrap();
-    let listed: Vec<_> = catalog.files()[0]
-        .header
-        .tensors
-        .iter()
-        .map(|t| (&*t.name, t.dtype.name()))
-        .collect();
+    let listed: Vec<_> = catalog.files()[0].header.tensors.iter().map(|t| (&*t.name, t.dtype.name())).collect();
     assert_eq!(listed, [("w", "F32"), ("f8", "F8_E4M3")]);
     assert_eq!(catalog.names().collect::<Vec<_>>(), ["w"]);
     let error = catalog.find("f8").unwrap_err();
     assert_eq!(error.code(), "format");
-    assert!(
-        error.to_string().contains("F8_E4M3") && error.to_string().contains("m.safetensors"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("F8_E4M3") && error.to_string().contains("m.safetensors"), "{error}");
     let segment = catalog.segment("m").unwrap();
     assert!(segment.weight("f8").unwrap_err().to_string().contains("F8_E4M3"));
     assert!(segment.weight("w").is_ok());
@@ -306,10 +245,7 @@ fn an_empty_tensor_is_a_weight_without_bytes() {
     let catalog = block_on(Catalog::from_sources(vec![Source::memory("m", bytes)])).unwrap();
     let id = catalog.find("e").unwrap();
     let weight = catalog.weight(id);
-    assert_eq!(
-        (weight.bytes(), weight.pieces.len(), weight.shape.as_slice()),
-        (0, 1, [0, 4].as_slice())
-    );
+    assert_eq!((weight.bytes(), weight.pieces.len(), weight.shape.as_slice()), (0, 1, [0, 4].as_slice()));
     assert_eq!(block_on(catalog.read(id)).unwrap(), [0u8; 0]);
     assert_eq!(catalog.segment_bytes(&catalog.segment("m").unwrap()), 4);
 }
@@ -319,15 +255,9 @@ fn a_name_that_is_not_there_comes_with_those_that_are_near() {
     let bytes = file(&[f32s("layers.0.q.weight", &[1; 4]), f32s("layers.0.q.bias", &[1; 4])]);
     let catalog = block_on(Catalog::from_sources(vec![Source::memory("m", bytes)])).unwrap();
     let text = catalog.find("q.bias").unwrap_err().to_string();
-    assert!(
-        text.contains("`layers.0.q.bias`") && !text.contains("`layers.0.q.weight`"),
-        "{text}"
-    );
+    assert!(text.contains("`layers.0.q.bias`") && !text.contains("`layers.0.q.weight`"), "{text}");
     let error = catalog.segment("x").unwrap_err();
-    assert!(
-        error.code() == "not-found" && error.to_string().contains("`m`"),
-        "{error}"
-    );
+    assert!(error.code() == "not-found" && error.to_string().contains("`m`"), "{error}");
 }
 
 fn three() -> (Catalog, [WeightId; 3]) {
@@ -369,12 +299,8 @@ fn a_refused_definition_changes_nothing() {
         catalog.define_segment("s", &[("a", a), ("a", b)]).unwrap_err(),
         catalog.define_segment("s", &[("a", a), ("b", foreign)]).unwrap_err(),
         catalog.define_segment_of_pieces("s", &[("a", a, 1)]).unwrap_err(),
-        catalog
-            .define_segment_of_pieces("s", &[("a", a, 0), ("a", a, 0)])
-            .unwrap_err(),
-        catalog
-            .define_segment_of_pieces("s", &[("a", a, 0), ("a", b, 0)])
-            .unwrap_err(),
+        catalog.define_segment_of_pieces("s", &[("a", a, 0), ("a", a, 0)]).unwrap_err(),
+        catalog.define_segment_of_pieces("s", &[("a", a, 0), ("a", b, 0)]).unwrap_err(),
         block_on(catalog.read(foreign)).unwrap_err(),
     ] {
         assert_eq!(error.code(), "invalid", "{error}");
@@ -415,10 +341,7 @@ fn large(shape: &[u64]) -> Catalog {
     let mut header = Vec::new();
     ebbtide::weights::safetensors::Writer::new(&mut header, "h", &specs, &BTreeMap::new()).unwrap();
     let len = header.len() as u64 + bytes;
-    block_on(Catalog::from_sources(vec![Source::custom(std::sync::Arc::new(
-        Sparse { header, len },
-    ))]))
-    .unwrap()
+    block_on(Catalog::from_sources(vec![Source::custom(std::sync::Arc::new(Sparse { header, len }))])).unwrap()
 }
 
 #[test]
@@ -433,17 +356,9 @@ fn a_large_tensor_comes_in_pieces_which_segments_can_be_made_of() {
     assert_eq!(catalog.segment_bytes(&segment), 76_800 * 4096);
     let head = catalog.define_segment_of_pieces("head.2", &[("w", id, 2)]).unwrap();
     assert_eq!(catalog.segment_bytes(&head), 11_264 * 4096);
-    let rest: Vec<u32> = catalog
-        .segment("sparse")
-        .unwrap()
-        .entries
-        .iter()
-        .map(|e| e.piece)
-        .collect();
+    let rest: Vec<u32> = catalog.segment("sparse").unwrap().entries.iter().map(|e| e.piece).collect();
     assert_eq!(rest, [0, 1]);
-    let two = catalog
-        .define_segment_of_pieces("head.0", &[("w", id, 0), ("w", id, 1)])
-        .unwrap();
+    let two = catalog.define_segment_of_pieces("head.0", &[("w", id, 0), ("w", id, 1)]).unwrap();
     assert_eq!(two.names().collect::<Vec<_>>(), ["w"]);
     assert_eq!(catalog.segment("sparse").unwrap_err().code(), "not-found");
 }
@@ -455,19 +370,10 @@ fn a_read_into_host_memory_is_capped_and_stays_within_the_weight() {
     assert!(
         matches!(block_on(catalog.read(id)), Err(Error::Limit { need: 314_572_800, have, .. }) if have == 64 << 20)
     );
-    assert!(matches!(
-        block_on(catalog.read_capped(id, 0..11, 10)),
-        Err(Error::Limit { need: 11, have: 10, .. })
-    ));
-    assert_eq!(
-        block_on(catalog.read_capped(id, 314_572_790..314_572_800, 10)).unwrap(),
-        [0; 10]
-    );
+    assert!(matches!(block_on(catalog.read_capped(id, 0..11, 10)), Err(Error::Limit { need: 11, have: 10, .. })));
+    assert_eq!(block_on(catalog.read_capped(id, 314_572_790..314_572_800, 10)).unwrap(), [0; 10]);
     for range in [314_572_799..314_572_801, 0..u64::MAX] {
-        assert_eq!(
-            block_on(catalog.read_capped(id, range, u64::MAX)).unwrap_err().code(),
-            "invalid"
-        );
+        assert_eq!(block_on(catalog.read_capped(id, range, u64::MAX)).unwrap_err().code(), "invalid");
     }
 }
 
@@ -479,10 +385,7 @@ fn a_row_above_128_mib_is_refused_by_name() {
     let len = header.len() as u64 + (256 << 20) + 2;
     let source = Source::custom(std::sync::Arc::new(Sparse { header, len }));
     let error = block_on(Catalog::from_sources(vec![source])).unwrap_err();
-    assert!(
-        error.code() == "limit" && error.to_string().contains("`wide`"),
-        "{error}"
-    );
+    assert!(error.code() == "limit" && error.to_string().contains("`wide`"), "{error}");
 }
 
 #[test]
@@ -493,10 +396,7 @@ fn a_file_that_claims_an_absurd_size_is_refused_before_its_pieces_are_counted() 
     let len = header.len() as u64 + (1 << 60);
     let source = Source::custom(std::sync::Arc::new(Sparse { header, len }));
     let error = block_on(Catalog::from_sources(vec![source])).unwrap_err();
-    assert!(
-        error.code() == "limit" && error.to_string().contains("sparse.safetensors"),
-        "{error}"
-    );
+    assert!(error.code() == "limit" && error.to_string().contains("sparse.safetensors"), "{error}");
 }
 
 #[test]

@@ -48,11 +48,7 @@ fn with_length(json: &[u8], data: usize) -> Vec<u8> {
 
 /// A file as the writer makes it.
 fn valid_file() -> impl Strategy<Value = Vec<u8>> {
-    let tensor = (
-        "[a-z.\"\\\\é]{1,6}",
-        0..DTYPES.len(),
-        prop::collection::vec(0u64..5, 0..4),
-    );
+    let tensor = ("[a-z.\"\\\\é]{1,6}", 0..DTYPES.len(), prop::collection::vec(0u64..5, 0..4));
     prop::collection::vec(tensor, 0..6).prop_map(|list| {
         let mut specs = BTreeMap::new();
         for (name, dtype, mut shape) in list {
@@ -70,13 +66,7 @@ fn valid_file() -> impl Strategy<Value = Vec<u8>> {
                 (spec, &data[..bits as usize / 8])
             })
             .collect();
-        write(
-            Vec::new(),
-            "made",
-            &tensors,
-            &BTreeMap::from([("k".into(), "v".into())]),
-        )
-        .unwrap()
+        write(Vec::new(), "made", &tensors, &BTreeMap::from([("k".into(), "v".into())])).unwrap()
     })
 }
 
@@ -106,13 +96,7 @@ fn plausible() -> impl Strategy<Value = (String, usize)> {
 /// Entries that tile the data, shuffled and then perhaps moved by a little: near the line between right and wrong.
 fn nearly_tiling() -> impl Strategy<Value = (String, usize)> {
     let sizes = prop::collection::vec(0u64..6, 1..6);
-    (
-        sizes,
-        any::<u64>(),
-        prop_oneof![2 => Just(0i64), 1 => -2i64..3],
-        any::<prop::sample::Index>(),
-        0usize..3,
-    )
+    (sizes, any::<u64>(), prop_oneof![2 => Just(0i64), 1 => -2i64..3], any::<prop::sample::Index>(), 0usize..3)
         .prop_map(|(sizes, seed, shift, which, extra)| {
             let mut end = 0;
             let mut entries = Vec::new();
@@ -121,16 +105,11 @@ fn nearly_tiling() -> impl Strategy<Value = (String, usize)> {
                 end += size;
                 let moved = if which.index(sizes.len()) == i { shift } else { 0 };
                 let (b, e) = ((begin as i64 + moved).max(0), (end as i64 + moved).max(0));
-                entries.push(format!(
-                    r#""t{i}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{b},{e}]}}"#
-                ));
+                entries.push(format!(r#""t{i}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{b},{e}]}}"#));
             }
             let by = seed as usize % entries.len();
             entries.rotate_left(by);
-            (
-                format!("{{{}}}", entries.join(",")),
-                end as usize + if seed % 3 == 0 { extra } else { 0 },
-            )
+            (format!("{{{}}}", entries.join(",")), end as usize + if seed % 3 == 0 { extra } else { 0 })
         })
 }
 
@@ -216,10 +195,7 @@ proptest! {
 #[test]
 fn the_documented_differences_from_the_reference_are_as_documented() {
     let t = r#"{"dtype":"U8","shape":[1],"data_offsets":[0,1]}"#;
-    let rank = format!(
-        r#"{{"t":{{"dtype":"U8","shape":[{}],"data_offsets":[0,1]}}}}"#,
-        vec!["1"; 65].join(",")
-    );
+    let rank = format!(r#"{{"t":{{"dtype":"U8","shape":[{}],"data_offsets":[0,1]}}}}"#, vec!["1"; 65].join(","));
     for json in [
         format!(r#"{{"t":{t},"t":{t}}}"#),
         r#"{"__metadata__":{"a":"1","a":"2"}}"#.into(),

@@ -67,12 +67,7 @@ fn header_lengths_that_cannot_be_true_are_refused() {
     }
     refuses(&0u64.to_le_bytes(), None, "length is 0");
     let good = with(&[entry("t", "[1]", "[0,4]")], 4);
-    for (length, says) in [
-        (0, "0"),
-        (100_000_001, "limit"),
-        (u64::MAX, "limit"),
-        (1 << 63, "limit"),
-    ] {
+    for (length, says) in [(0, "0"), (100_000_001, "limit"), (u64::MAX, "limit"), (1 << 63, "limit")] {
         let mut bytes = good.clone();
         bytes[..8].copy_from_slice(&u64::to_le_bytes(length));
         refuses(&bytes, None, says);
@@ -102,17 +97,9 @@ fn headers_that_are_no_json_object_are_refused() {
     refuses(&raw(b"{}x", 0), None, "not valid");
     refuses(&raw(b"{}\0", 0), None, "not valid");
     refuses(&raw(b"{}{}", 0), None, "not valid");
-    refuses(
-        &raw(b"<!DOCTYPE html><html>Not Found</html>", 0),
-        None,
-        "begin with `{`",
-    );
+    refuses(&raw(b"<!DOCTYPE html><html>Not Found</html>", 0), None, "begin with `{`");
     // A pointer file in place of the blob, as after a clone without large files: its text is read as a length.
-    refuses(
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-        None,
-        "not a safetensors file",
-    );
+    refuses(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", None, "not a safetensors file");
 }
 
 #[test]
@@ -137,11 +124,7 @@ fn offsets_and_shapes_that_do_not_fit_are_refused_by_the_tensors_name() {
         ("[1]", "[]", "not valid"),
         ("[1]", "null", "not valid"),
     ] {
-        refuses(
-            &with(&[entry("model.q_proj", shape, offsets)], 4),
-            Some("model.q_proj"),
-            says,
-        );
+        refuses(&with(&[entry("model.q_proj", shape, offsets)], 4), Some("model.q_proj"), says);
     }
 }
 
@@ -159,31 +142,11 @@ fn a_declared_size_is_never_allocated() {
 fn overlaps_and_holes_are_refused_wherever_they_are() {
     let (a, b) = (entry("k_proj", "[2]", "[0,8]"), entry("v_proj", "[2]", "[0,8]"));
     refuses(&with(&[a.clone(), b], 8), Some("v_proj"), "overlap tensor `k_proj`");
-    refuses(
-        &with(&[a.clone(), entry("b", "[2]", "[7,15]")], 15),
-        Some("b"),
-        "overlap",
-    );
-    refuses(
-        &with(&[a.clone(), entry("inside", "[1]", "[2,6]")], 8),
-        Some("inside"),
-        "overlap",
-    );
-    refuses(
-        &with(&[a.clone(), entry("b", "[1]", "[16,20]")], 20),
-        Some("b"),
-        "hole of 8 bytes after tensor `k_proj`",
-    );
-    refuses(
-        &with(&[entry("a", "[1]", "[8,12]")], 12),
-        Some("a"),
-        "hole of 8 bytes after the start",
-    );
-    refuses(
-        &with(&[entry("b", "[1]", "[9,13]"), a.clone()], 13),
-        Some("b"),
-        "hole of 1 bytes",
-    );
+    refuses(&with(&[a.clone(), entry("b", "[2]", "[7,15]")], 15), Some("b"), "overlap");
+    refuses(&with(&[a.clone(), entry("inside", "[1]", "[2,6]")], 8), Some("inside"), "overlap");
+    refuses(&with(&[a.clone(), entry("b", "[1]", "[16,20]")], 20), Some("b"), "hole of 8 bytes after tensor `k_proj`");
+    refuses(&with(&[entry("a", "[1]", "[8,12]")], 12), Some("a"), "hole of 8 bytes after the start");
+    refuses(&with(&[entry("b", "[1]", "[9,13]"), a.clone()], 13), Some("b"), "hole of 1 bytes");
     // An empty tensor within another's bytes, and one behind a hole.
     refuses(&with(&[a.clone(), entry("e", "[0]", "[4,4]")], 8), Some("e"), "overlap");
     refuses(&with(&[a.clone(), entry("e", "[0]", "[12,12]")], 8), Some("e"), "hole");
@@ -207,17 +170,9 @@ fn one_trailing_byte_is_refused_as_by_the_reference_library() {
 fn a_name_given_twice_is_called_a_duplicate() {
     let t = entry("t", "[1]", "[0,4]");
     refuses(&with(&[t.clone(), t.clone()], 4), Some("t"), "duplicate tensor name");
-    refuses(
-        &with(&[t.clone(), entry("t", "[1]", "[4,8]")], 8),
-        Some("t"),
-        "duplicate tensor name",
-    );
+    refuses(&with(&[t.clone(), entry("t", "[1]", "[4,8]")], 8), Some("t"), "duplicate tensor name");
     let metadata = r#""__metadata__":{}"#.to_owned();
-    refuses(
-        &with(&[metadata.clone(), t, metadata], 4),
-        Some("__metadata__"),
-        "duplicate",
-    );
+    refuses(&with(&[metadata.clone(), t, metadata], 4), Some("__metadata__"), "duplicate");
 }
 
 /// A real file of two tensors, with bytes that are never zero.
@@ -237,11 +192,7 @@ fn model() -> Model {
     ];
     let bytes = write(Vec::new(), "model", &tensors, &BTreeMap::new()).unwrap();
     std::fs::write(&path, &bytes).unwrap();
-    Model {
-        _folder: folder,
-        path,
-        bytes,
-    }
+    Model { _folder: folder, path, bytes }
 }
 
 impl Model {
@@ -249,12 +200,7 @@ impl Model {
     fn rewrite(&self, bytes: &[u8], age: u64) {
         std::fs::write(&self.path, bytes).unwrap();
         let time = SystemTime::now() - Duration::from_secs(age);
-        std::fs::File::options()
-            .append(true)
-            .open(&self.path)
-            .unwrap()
-            .set_modified(time)
-            .unwrap();
+        std::fs::File::options().append(true).open(&self.path).unwrap().set_modified(time).unwrap();
     }
 }
 
@@ -262,12 +208,7 @@ impl Model {
 fn a_file_cut_short_is_refused_at_open_with_the_missing_tensor() {
     let model = model();
     let len = model.bytes.len();
-    for (keep, tensor) in [
-        (len - 1, "second"),
-        (len - 8000, "second"),
-        (len - 8001, "first"),
-        (len - 12000, "first"),
-    ] {
+    for (keep, tensor) in [(len - 1, "second"), (len - 8000, "second"), (len - 8001, "first"), (len - 12000, "first")] {
         model.rewrite(&model.bytes[..keep], 0);
         let (named, reason) = format_error(block_on(Catalog::open(&model.path)), "model.safetensors");
         assert_eq!(named.as_deref(), Some(tensor));
@@ -313,29 +254,18 @@ fn a_file_replaced_or_removed_while_in_use_is_noticed() {
     other.iter_mut().rev().take(12000).for_each(|b| *b ^= 1);
     model.rewrite(&other, 60);
     let error = block_on(catalog.read(id)).unwrap_err();
-    assert!(
-        error.code() == "source-changed" && error.to_string().contains("modification time"),
-        "{error}"
-    );
+    assert!(error.code() == "source-changed" && error.to_string().contains("modification time"), "{error}");
 
     // Another file renamed over it, of the same size and even the same time.
     let catalog = block_on(Catalog::open(&model.path)).unwrap();
     let modified = std::fs::metadata(&model.path).unwrap().modified().unwrap();
     let beside = model.path.with_extension("new");
     std::fs::write(&beside, &model.bytes).unwrap();
-    std::fs::File::options()
-        .append(true)
-        .open(&beside)
-        .unwrap()
-        .set_modified(modified)
-        .unwrap();
+    std::fs::File::options().append(true).open(&beside).unwrap().set_modified(modified).unwrap();
     std::fs::rename(&beside, &model.path).unwrap();
     if cfg!(unix) {
         let error = block_on(catalog.read(id)).unwrap_err();
-        assert!(
-            error.code() == "source-changed" && error.to_string().contains("took its place"),
-            "{error}"
-        );
+        assert!(error.code() == "source-changed" && error.to_string().contains("took its place"), "{error}");
     }
 
     // Removed. The open handle could still read it; the next run could not.
@@ -352,10 +282,7 @@ fn an_untouched_file_stays_readable_when_it_is_linked_or_its_rights_change() {
     let mut rights = std::fs::metadata(&model.path).unwrap().permissions();
     rights.set_readonly(true);
     std::fs::set_permissions(&model.path, rights).unwrap();
-    assert_eq!(
-        block_on(catalog.read(catalog.find("second").unwrap())).unwrap(),
-        [0xbb; 8000]
-    );
+    assert_eq!(block_on(catalog.read(catalog.find("second").unwrap())).unwrap(), [0xbb; 8000]);
 }
 
 #[test]
@@ -389,16 +316,10 @@ fn saving_over_a_file_that_is_in_use_leaves_a_whole_file_and_an_error_and_no_mix
     let catalog = block_on(Catalog::open(&model.path)).unwrap();
     let id = catalog.find("first").unwrap();
     let tensors = [(TensorSpec::new("first", DType::F32, [1000]), &[0xcc; 4000][..])];
-    save_atomically(&model.path, |out| {
-        write(out, "model", &tensors, &BTreeMap::new()).map(|_| ())
-    })
-    .unwrap();
+    save_atomically(&model.path, |out| write(out, "model", &tensors, &BTreeMap::new()).map(|_| ())).unwrap();
     assert_eq!(block_on(catalog.read(id)).unwrap_err().code(), "source-changed");
     let catalog = block_on(Catalog::open(&model.path)).unwrap();
-    assert_eq!(
-        block_on(catalog.read(catalog.find("first").unwrap())).unwrap(),
-        [0xcc; 4000]
-    );
+    assert_eq!(block_on(catalog.read(catalog.find("first").unwrap())).unwrap(), [0xcc; 4000]);
 }
 
 #[test]
@@ -483,10 +404,7 @@ impl ReadAt for Faulty {
     }
     fn unchanged(&self) -> Result<()> {
         match *self.fault.lock().unwrap() {
-            Fault::Changed => Err(Error::SourceChanged {
-                file: self.name().into(),
-                reason: "injected".into(),
-            }),
+            Fault::Changed => Err(Error::SourceChanged { file: self.name().into(), reason: "injected".into() }),
             _ => Ok(()),
         }
     }
@@ -494,11 +412,7 @@ impl ReadAt for Faulty {
 
 fn faulty() -> (Arc<Faulty>, Catalog) {
     let bytes = model().bytes;
-    let reader = Arc::new(Faulty {
-        bytes,
-        fault: Mutex::new(Fault::None),
-        calls: AtomicUsize::new(0),
-    });
+    let reader = Arc::new(Faulty { bytes, fault: Mutex::new(Fault::None), calls: AtomicUsize::new(0) });
     let catalog = block_on(Catalog::from_sources(vec![Source::custom(reader.clone())])).unwrap();
     (reader, catalog)
 }
@@ -507,13 +421,7 @@ fn faulty() -> (Arc<Faulty>, Catalog) {
 fn short_and_interrupted_reads_are_continued_until_all_bytes_are_there() {
     let (reader, catalog) = faulty();
     let id = catalog.find("second").unwrap();
-    for fault in [
-        Fault::Short(1),
-        Fault::Short(7),
-        Fault::Short(7999),
-        Fault::Interrupted,
-        Fault::None,
-    ] {
+    for fault in [Fault::Short(1), Fault::Short(7), Fault::Short(7999), Fault::Interrupted, Fault::None] {
         *reader.fault.lock().unwrap() = fault;
         reader.calls.store(0, Ordering::Relaxed);
         assert_eq!(block_on(catalog.read(id)).unwrap(), [0xbb; 8000]);
@@ -532,10 +440,7 @@ fn a_failing_disk_is_an_io_error_that_says_where() {
         match block_on(catalog.read(id)) {
             Err(Error::Io { file, reason }) => {
                 assert_eq!(file, "faulty.safetensors");
-                assert!(
-                    reason.contains(&at.to_string()) && reason.contains("os error 5"),
-                    "{reason}"
-                );
+                assert!(reason.contains(&at.to_string()) && reason.contains("os error 5"), "{reason}");
             }
             other => panic!("{other:?}"),
         }
@@ -553,10 +458,7 @@ fn bytes_that_end_early_are_an_error_and_never_zeros() {
     for at in [range.end - 1, range.start, 0] {
         *reader.fault.lock().unwrap() = Fault::EndsAt(at);
         let error = block_on(catalog.read(id)).unwrap_err();
-        assert!(
-            error.code() == "io" && error.to_string().contains("ends at byte"),
-            "{error}"
-        );
+        assert!(error.code() == "io" && error.to_string().contains("ends at byte"), "{error}");
     }
 }
 

@@ -51,9 +51,17 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
         println!("  {line}");
     }
     println!("  … {} more", floor.trace.len() - 6);
-    anyhow::ensure!(all.grad_sha256 == floor.grad_sha256, "the gradients differ between budgets: this is a defect, please report it");
-    println!("\nThe gradients are equal to the bit, the peak does not grow with depth, and each peak is the one that was");
-    println!("planned before anything ran. A budget one byte below the floor of {} is refused:\n", Bytes(floor.floor_bytes));
+    anyhow::ensure!(
+        all.grad_sha256 == floor.grad_sha256,
+        "the gradients differ between budgets: this is a defect, please report it"
+    );
+    println!(
+        "\nThe gradients are equal to the bit, the peak does not grow with depth, and each peak is the one that was"
+    );
+    println!(
+        "planned before anything ran. A budget one byte below the floor of {} is refused:\n",
+        Bytes(floor.floor_bytes)
+    );
     if let Err(refused) = run(&(floor.floor_bytes - 1).to_string(), 10) {
         println!("  {refused}");
     }

@@ -147,10 +147,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
         adapters,
         wanted_adapter: wanted,
         measured,
-        error: error.as_ref().map(|e| Failure {
-            code: e.code(),
-            message: e.to_string(),
-        }),
+        error: error.as_ref().map(|e| Failure { code: e.code(), message: e.to_string() }),
     };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
@@ -175,11 +172,7 @@ fn describe(adapter: &wgpu::Adapter, host: Option<Memory>) -> Adapter {
         }
     };
     // WebGPU's defaults, which every shader and plan of the engine keeps to.
-    need(
-        "storage binding",
-        wanted.max_storage_buffer_binding_size,
-        limits.max_storage_buffer_binding_size,
-    );
+    need("storage binding", wanted.max_storage_buffer_binding_size, limits.max_storage_buffer_binding_size);
     need("buffer", wanted.max_buffer_size, limits.max_buffer_size);
     let counts = |l: &wgpu::Limits| {
         [
@@ -248,10 +241,7 @@ fn describe(adapter: &wgpu::Adapter, host: Option<Memory>) -> Adapter {
 fn choose(adapters: &[Adapter], wanted: Option<&str>) -> Option<usize> {
     let wanted = wanted.unwrap_or_default().to_lowercase();
     let kinds = ["discrete", "integrated", "virtual", "other", "software"];
-    let named = adapters
-        .iter()
-        .enumerate()
-        .filter(|(_, adapter)| adapter.name.to_lowercase().contains(&wanted));
+    let named = adapters.iter().enumerate().filter(|(_, adapter)| adapter.name.to_lowercase().contains(&wanted));
     named
         .min_by_key(|(index, adapter)| (kinds.iter().position(|kind| *kind == adapter.kind), *index))
         .map(|(index, _)| index)
@@ -279,10 +269,7 @@ fn advise(adapter: &Adapter) -> Advice {
             auto_bytes: memory.free_bytes / 10 * 8,
             why: format!("80 % of the {} that are free", short(memory.free_bytes)),
         },
-        None => Advice {
-            auto_bytes: AUTO_BLIND,
-            why: "nothing here says how much device memory is free".into(),
-        },
+        None => Advice { auto_bytes: AUTO_BLIND, why: "nothing here says how much device memory is free".into() },
     }
 }
 
@@ -291,14 +278,9 @@ fn missing(adapters: &[Adapter], wanted: Option<&str>, chosen: Option<usize>) ->
     let mut list = Vec::new();
     let mut add = |what: &str, how: String| list.push(Missing { what: what.into(), how });
     let hardware = adapters.iter().any(|adapter| adapter.kind != "software");
-    let narrowed = ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"]
-        .into_iter()
-        .find(|name| std::env::var_os(name).is_some());
+    let narrowed = ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"].into_iter().find(|name| std::env::var_os(name).is_some());
     if let (true, Some(name)) = (adapters.is_empty(), narrowed) {
-        add(
-            "no adapter answers",
-            format!("{name} names the drivers to use: unset it, or name one that is installed"),
-        );
+        add("no adapter answers", format!("{name} names the drivers to use: unset it, or name one that is installed"));
     } else if adapters.is_empty() {
         add("no adapter answers", install_driver());
     } else if let (Some(name), None) = (wanted, chosen) {
@@ -310,31 +292,17 @@ fn missing(adapters: &[Adapter], wanted: Option<&str>, chosen: Option<usize>) ->
             Some(other) => format!("choose another: {ADAPTER_VARIABLE}='{}'", other.name),
             None => install_driver(),
         };
-        add(
-            &format!("{} has not the limits that the engine needs", chosen.name),
-            how,
-        );
+        add(&format!("{} has not the limits that the engine needs", chosen.name), how);
     }
     if cfg!(target_os = "linux") && !hardware {
         if Path::new("/dev/nvidiactl").exists() {
             let how = "install the Vulkan part of the NVIDIA driver (Debian: `apt-get install nvidia-vulkan-icd`; in a \
                        container start it with NVIDIA_DRIVER_CAPABILITIES=all)";
-            add(
-                "an NVIDIA GPU is here, but its Vulkan driver does not answer",
-                how.into(),
-            );
+            add("an NVIDIA GPU is here, but its Vulkan driver does not answer", how.into());
         }
         let nodes = std::fs::read_dir("/dev/dri").into_iter().flatten().flatten();
-        let render: Vec<_> = nodes
-            .filter(|n| n.file_name().to_string_lossy().starts_with("renderD"))
-            .collect();
-        if render.iter().any(|node| {
-            std::fs::OpenOptions::new()
-                .read(true)
-                .write(true)
-                .open(node.path())
-                .is_err()
-        }) {
+        let render: Vec<_> = nodes.filter(|n| n.file_name().to_string_lossy().starts_with("renderD")).collect();
+        if render.iter().any(|node| std::fs::OpenOptions::new().read(true).write(true).open(node.path()).is_err()) {
             add(
                 "a GPU is here, but this user may not open it",
                 "sudo usermod -aG render,video \"$USER\", then log in anew".into(),
@@ -354,11 +322,8 @@ fn install_driver() -> String {
         _ => std::fs::read_to_string("/etc/os-release").unwrap_or_default(),
     };
     let is = |names: &[&str]| {
-        let ids = packages
-            .lines()
-            .filter_map(|l| l.strip_prefix("ID=").or_else(|| l.strip_prefix("ID_LIKE=")));
-        ids.flat_map(|ids| ids.trim_matches('"').split(' '))
-            .any(|id| names.contains(&id))
+        let ids = packages.lines().filter_map(|l| l.strip_prefix("ID=").or_else(|| l.strip_prefix("ID_LIKE=")));
+        ids.flat_map(|ids| ids.trim_matches('"').split(' ')).any(|id| names.contains(&id))
     };
     let command = if is(&["debian", "ubuntu"]) {
         "apt-get update && apt-get install -y libvulkan1 mesa-vulkan-drivers"
@@ -381,20 +346,10 @@ fn host_memory() -> Option<Memory> {
 
 fn parse_meminfo(text: &str) -> Option<Memory> {
     let field = |name: &str| {
-        let line = text
-            .lines()
-            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.trim()
-            .strip_suffix("kB")?
-            .trim()
-            .parse::<u64>()
-            .ok()?
-            .checked_mul(1024)
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
     };
-    Some(Memory {
-        total_bytes: field("MemTotal")?,
-        free_bytes: field("MemAvailable")?,
-    })
+    Some(Memory { total_bytes: field("MemTotal")?, free_bytes: field("MemAvailable")? })
 }
 
 /// Memory of an AMD GPU by its kernel driver; nothing for other GPUs.
@@ -408,33 +363,18 @@ fn amdgpu_memory(pci: &str) -> Option<Memory> {
         std::fs::read_to_string(path).ok()?.trim().parse().ok()
     };
     let (total, used) = (read("mem_info_vram_total")?, read("mem_info_vram_used")?);
-    Some(Memory {
-        total_bytes: total,
-        free_bytes: total.saturating_sub(used),
-    })
+    Some(Memory { total_bytes: total, free_bytes: total.saturating_sub(used) })
 }
 
 /// Bytes for a column: no exact figure.
 fn short(bytes: u64) -> String {
-    Bytes(bytes)
-        .to_string()
-        .split(" (")
-        .next()
-        .unwrap_or_default()
-        .to_owned()
+    Bytes(bytes).to_string().split(" (").next().unwrap_or_default().to_owned()
 }
 
 fn text(report: &Report) -> String {
-    let mut out = format!(
-        "ebbtide {} on {} {}, {} cores",
-        report.engine, report.os, report.arch, report.cores
-    );
+    let mut out = format!("ebbtide {} on {} {}, {} cores", report.engine, report.os, report.arch, report.cores);
     if let Some(memory) = report.host_memory {
-        out += &format!(
-            ", {} of memory, {} free",
-            short(memory.total_bytes),
-            short(memory.free_bytes)
-        );
+        out += &format!(", {} of memory, {} free", short(memory.total_bytes), short(memory.free_bytes));
     }
     out += "\n\nAdapters\n";
     if report.adapters.is_empty() {
@@ -449,11 +389,7 @@ fn text(report: &Report) -> String {
         );
     }
     if let Some(advice) = &report.budget {
-        out += &format!(
-            "\nBudget\n  `--budget auto` is at most {}: {}\n",
-            Bytes(advice.auto_bytes),
-            advice.why
-        );
+        out += &format!("\nBudget\n  `--budget auto` is at most {}: {}\n", Bytes(advice.auto_bytes), advice.why);
         out += "  `floor` is the least a program can run in; a refused budget names it\n";
     }
     match &report.measured {
@@ -500,11 +436,7 @@ fn adapter_text(out: &mut String, adapter: &Adapter) {
         yes(adapter.features.mappable_primary_buffers)
     );
     if let Some(memory) = adapter.device_memory {
-        *out += &format!(
-            "    memory    {}, {} free\n",
-            short(memory.total_bytes),
-            short(memory.free_bytes)
-        );
+        *out += &format!("    memory    {}, {} free\n", short(memory.total_bytes), short(memory.free_bytes));
     }
     *out += &format!("    witness   {}\n", adapter.witness);
     if !adapter.usable {
@@ -525,11 +457,7 @@ mod tests {
             pci: None,
             chosen: false,
             usable,
-            too_small: if usable {
-                vec![]
-            } else {
-                vec!["buffer 1, needed 2".into()]
-            },
+            too_small: if usable { vec![] } else { vec!["buffer 1, needed 2".into()] },
             limits: Limits {
                 max_buffer_bytes: 1 << 30,
                 max_storage_binding_bytes: 128 << 20,
@@ -539,12 +467,7 @@ mod tests {
                 workgroup_invocations: 256,
                 workgroups_per_dimension: 65_535,
             },
-            features: Features {
-                f16: false,
-                subgroups: None,
-                timestamps: false,
-                mappable_primary_buffers: false,
-            },
+            features: Features { f16: false, subgroups: None, timestamps: false, mappable_primary_buffers: false },
             witness: "none",
             device_memory: None,
         }
@@ -598,10 +521,7 @@ mod tests {
     fn auto_is_80_percent_of_what_a_witness_says_is_free_and_2_gib_where_there_is_none() {
         let mut card = adapter("card", "discrete", true);
         assert_eq!(advise(&card).auto_bytes, 2 << 30);
-        card.device_memory = Some(Memory {
-            total_bytes: 200,
-            free_bytes: 100,
-        });
+        card.device_memory = Some(Memory { total_bytes: 200, free_bytes: 100 });
         assert_eq!(advise(&card).auto_bytes, 80);
     }
 }

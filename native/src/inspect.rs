@@ -50,7 +50,8 @@ pub fn run(args: &InspectArgs) -> Result<()> {
     let mut tensors = Vec::new();
     for file in catalog.files() {
         for t in &file.header.tensors {
-            let weight = catalog.weights().iter().find(|w| w.source == file.source && w.range == t.range && !t.range.is_empty());
+            let weight =
+                catalog.weights().iter().find(|w| w.source == file.source && w.range == t.range && !t.range.is_empty());
             tensors.push(Tensor {
                 file: file.stem.to_string(),
                 name: t.name.to_string(),
@@ -76,7 +77,8 @@ pub fn run(args: &InspectArgs) -> Result<()> {
     for t in &report.tensors {
         let pieces = if t.pieces > 1 { format!("  in {} pieces", t.pieces) } else { String::new() };
         // A name from a file never reaches the terminal as a control sequence.
-        let name: String = t.name.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect();
+        let name: String =
+            t.name.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect();
         println!("{name:<width$}  {:<5} {:<20} {:>14}{pieces}", t.dtype, format!("{:?}", t.shape), t.bytes);
     }
     println!("\n{} tensors in {} files, {}", report.tensors.len(), report.files, Bytes(report.weight_bytes));

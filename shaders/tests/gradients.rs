@@ -13,9 +13,7 @@ fn numbers(seed: u64, n: usize) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..n)
         .map(|_| {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
         })
         .collect()
@@ -85,28 +83,11 @@ fn softmax_has_the_slope_its_gradient_says() {
     let (x, dy) = (numbers(2, 21), numbers(3, 21));
     let forward = |x: &[f64]| {
         let mut y = vec![0.0; 21];
-        cpu::softmax(
-            &softmax::Params {
-                rows: ROWS,
-                n: N,
-                ..Default::default()
-            },
-            x,
-            &mut y,
-        );
+        cpu::softmax(&softmax::Params { rows: ROWS, n: N, ..Default::default() }, x, &mut y);
         y
     };
     let mut dx = vec![0.0; 21];
-    cpu::softmax_grad(
-        &softmax_grad::Params {
-            rows: ROWS,
-            n: N,
-            ..Default::default()
-        },
-        &forward(&x),
-        &dy,
-        &mut dx,
-    );
+    cpu::softmax_grad(&softmax_grad::Params { rows: ROWS, n: N, ..Default::default() }, &forward(&x), &dy, &mut dx);
     check("softmax", &x, &dy, &dx, forward);
 }
 
@@ -116,49 +97,25 @@ fn norms_have_the_slopes_their_gradients_say() {
     let inv_n = 1.0 / N as f32;
     let stats = |kind: u32| {
         let mut stats = vec![0.0; 6];
-        let p = norm_stats::Params {
-            rows: ROWS,
-            n: N,
-            inv_n,
-            eps: 0.01,
-            ..Default::default()
-        };
+        let p = norm_stats::Params { rows: ROWS, n: N, inv_n, eps: 0.01, ..Default::default() };
         cpu::norm_stats(&p, kind, &x, &mut stats);
         stats
     };
     let weight_grad = |of: u32, kind: u32| {
         let mut dw = vec![0.0; 7];
-        let p = norm_weight_grad::Params {
-            rows: ROWS,
-            n: N,
-            ..Default::default()
-        };
+        let p = norm_weight_grad::Params { rows: ROWS, n: N, ..Default::default() };
         cpu::norm_weight_grad(&p, of, &x, &stats(kind), &dy, &mut dw);
         dw
     };
 
     let rms = |x: &[f64], w: &[f64]| {
         let mut y = vec![0.0; 21];
-        let p = rms_norm::Params {
-            rows: ROWS,
-            n: N,
-            inv_n,
-            eps: 0.01,
-            plus: 1.0,
-            ..Default::default()
-        };
+        let p = rms_norm::Params { rows: ROWS, n: N, inv_n, eps: 0.01, plus: 1.0, ..Default::default() };
         cpu::rms_norm(&p, x, w, &mut y);
         y
     };
     let mut dx = vec![0.0; 21];
-    let p = rms_norm_grad::Params {
-        rows: ROWS,
-        n: N,
-        inv_n,
-        eps: 0.01,
-        plus: 1.0,
-        ..Default::default()
-    };
+    let p = rms_norm_grad::Params { rows: ROWS, n: N, inv_n, eps: 0.01, plus: 1.0, ..Default::default() };
     cpu::rms_norm_grad(&p, &x, &w, &dy, &mut dx);
     check("rms_norm dx", &x, &dy, &dx, |x| rms(x, &w));
     let gamma = weight_grad(norm_weight_grad_op::GAMMA, norm_stats_op::RMS);
@@ -166,24 +123,11 @@ fn norms_have_the_slopes_their_gradients_say() {
 
     let layer = |x: &[f64], w: &[f64], bias: &[f64]| {
         let mut y = vec![0.0; 21];
-        let p = layer_norm::Params {
-            rows: ROWS,
-            n: N,
-            inv_n,
-            eps: 0.01,
-            has_bias: 1,
-            ..Default::default()
-        };
+        let p = layer_norm::Params { rows: ROWS, n: N, inv_n, eps: 0.01, has_bias: 1, ..Default::default() };
         cpu::layer_norm(&p, x, w, bias, &mut y);
         y
     };
-    let p = layer_norm_grad::Params {
-        rows: ROWS,
-        n: N,
-        inv_n,
-        eps: 0.01,
-        ..Default::default()
-    };
+    let p = layer_norm_grad::Params { rows: ROWS, n: N, inv_n, eps: 0.01, ..Default::default() };
     cpu::layer_norm_grad(&p, &x, &w, &dy, &mut dx);
     check("layer_norm dx", &x, &dy, &dx, |x| layer(x, &w, &bias));
     let gamma = weight_grad(norm_weight_grad_op::GAMMA, norm_stats_op::LAYER);
@@ -197,26 +141,11 @@ fn gather_has_the_slope_its_gradient_says() {
     let ids = [2, 0, -100, 2, 5, 1];
     let (table, dy) = (numbers(8, 12), numbers(9, 24));
     let mut dtable = vec![0.0; 12];
-    let p = gather_grad::Params {
-        t: 6,
-        d: 4,
-        rows: 3,
-        ..Default::default()
-    };
+    let p = gather_grad::Params { t: 6, d: 4, rows: 3, ..Default::default() };
     cpu::gather_grad(&p, &ids, &dy, &mut dtable);
     check("gather", &table, &dy, &dtable, |table| {
         let mut out = vec![0.0; 24];
-        cpu::gather(
-            &gather::Params {
-                t: 6,
-                d: 4,
-                rows: 3,
-                ..Default::default()
-            },
-            &ids,
-            table,
-            &mut out,
-        );
+        cpu::gather(&gather::Params { t: 6, d: 4, rows: 3, ..Default::default() }, &ids, table, &mut out);
         out
     });
 }
@@ -255,12 +184,7 @@ fn attention_has_the_slopes_its_gradients_say() {
     let (b, t, h, hk, d) = (2, 5, 4, 2, 3);
     let rows = [0, 5, 0, 3];
     let (q_len, k_len) = ((b * t * h * d) as usize, (b * t * hk * d) as usize);
-    let (q, k, v, dy) = (
-        numbers(13, q_len),
-        numbers(14, k_len),
-        numbers(15, k_len),
-        numbers(16, q_len),
-    );
+    let (q, k, v, dy) = (numbers(13, q_len), numbers(14, k_len), numbers(15, k_len), numbers(16, q_len));
     for (causal, window) in [(1, 0), (0, 0), (1, 2)] {
         let p = attention::Params {
             b,
@@ -379,36 +303,16 @@ fn cross_entropy_has_the_slope_its_gradient_says() {
     let (logits, dloss) = (numbers(17, 21), numbers(18, 3));
     let stats = |logits: &[f64]| {
         let mut stats = vec![0.0; 9];
-        let p = ce_lse::Params {
-            rows: ROWS,
-            width: N,
-            stride: N,
-            start: 1,
-            ..Default::default()
-        };
+        let p = ce_lse::Params { rows: ROWS, width: N, stride: N, start: 1, ..Default::default() };
         cpu::ce_lse(&p, logits, &labels, &mut stats);
         stats
     };
     let mut dlogits = vec![0.0; 21];
-    let p = ce_grad::Params {
-        rows: ROWS,
-        width: N,
-        stride: N,
-        scale: 0.5,
-        ..Default::default()
-    };
+    let p = ce_grad::Params { rows: ROWS, width: N, stride: N, scale: 0.5, ..Default::default() };
     cpu::ce_grad(&p, &logits, &stats(&logits), &labels, &dloss, &mut dlogits);
     check("cross-entropy", &logits, &dloss, &dlogits, |logits| {
         let mut loss = vec![0.0; 3];
-        cpu::ce_loss(
-            &ce_loss::Params {
-                rows: ROWS,
-                ..Default::default()
-            },
-            &stats(logits),
-            &labels,
-            &mut loss,
-        );
+        cpu::ce_loss(&ce_loss::Params { rows: ROWS, ..Default::default() }, &stats(logits), &labels, &mut loss);
         loss.iter().map(|l| 0.5 * l).collect()
     });
 }

@@ -24,9 +24,8 @@ fn op_count(shader: &Shader) -> u32 {
 
 fn resolved(shader: &Shader, constants: &PipelineConstants) -> (naga::Module, ModuleInfo) {
     let module = naga::front::wgsl::parse_str(shader.source).unwrap();
-    let info = Validator::new(ValidationFlags::all(), Capabilities::SHADER_FLOAT16_IN_FLOAT32)
-        .validate(&module)
-        .unwrap();
+    let info =
+        Validator::new(ValidationFlags::all(), Capabilities::SHADER_FLOAT16_IN_FLOAT32).validate(&module).unwrap();
     let entry = Some((naga::ShaderStage::Compute, "main"));
     let (module, info) = back::pipeline_constants::process_overrides(&module, &info, entry, constants)
         .unwrap_or_else(|e| panic!("{} with {constants:?}: {e}", shader.name));
@@ -48,21 +47,13 @@ fn every_kernel_translates_to_spirv() {
     each(|_, module, info| {
         let words =
             back::spv::write_vec(module, info, &back::spv::Options::default(), None).map_err(|e| e.to_string())?;
-        if words.is_empty() {
-            Err("empty module".into())
-        } else {
-            Ok(())
-        }
+        if words.is_empty() { Err("empty module".into()) } else { Ok(()) }
     });
 }
 
 #[test]
 fn every_kernel_translates_to_metal() {
-    let options = back::msl::Options {
-        fake_missing_bindings: true,
-        lang_version: (2, 4),
-        ..Default::default()
-    };
+    let options = back::msl::Options { fake_missing_bindings: true, lang_version: (2, 4), ..Default::default() };
     each(|_, module, info| {
         let pipeline = back::msl::PipelineOptions::default();
         let (text, reflected) =
@@ -70,20 +61,13 @@ fn every_kernel_translates_to_metal() {
         for name in reflected.entry_point_names {
             name.map_err(|e| e.to_string())?;
         }
-        if text.contains("kernel void") {
-            Ok(())
-        } else {
-            Err("no kernel in the output".into())
-        }
+        if text.contains("kernel void") { Ok(()) } else { Err("no kernel in the output".into()) }
     });
 }
 
 #[test]
 fn every_kernel_translates_to_hlsl() {
-    let options = back::hlsl::Options {
-        fake_missing_bindings: true,
-        ..Default::default()
-    };
+    let options = back::hlsl::Options { fake_missing_bindings: true, ..Default::default() };
     each(|_, module, info| {
         let mut text = String::new();
         let pipeline = back::hlsl::PipelineOptions::default();
@@ -92,11 +76,7 @@ fn every_kernel_translates_to_hlsl() {
         for name in reflected.entry_point_names {
             name.map_err(|e| e.to_string())?;
         }
-        if text.contains("numthreads") {
-            Ok(())
-        } else {
-            Err("no kernel in the output".into())
-        }
+        if text.contains("numthreads") { Ok(()) } else { Err("no kernel in the output".into()) }
     });
 }
 
@@ -118,15 +98,7 @@ fn reduce_and_its_small_form_share_parameters_and_codes() {
     use ebbtide_shaders::{reduce, reduce_op, reduce_small, reduce_small_op};
     assert_eq!(size_of::<reduce::Params>(), size_of::<reduce_small::Params>());
     let codes = [reduce_op::SUM, reduce_op::MEAN, reduce_op::MAX, reduce_op::ARGMAX];
-    assert_eq!(
-        codes,
-        [
-            reduce_small_op::SUM,
-            reduce_small_op::MEAN,
-            reduce_small_op::MAX,
-            reduce_small_op::ARGMAX
-        ]
-    );
+    assert_eq!(codes, [reduce_small_op::SUM, reduce_small_op::MEAN, reduce_small_op::MAX, reduce_small_op::ARGMAX]);
 }
 
 #[test]
@@ -138,14 +110,6 @@ fn the_generated_host_side_follows_the_shader() {
     assert_eq!(shader.params_size % 16, 0);
     let names: Vec<_> = shader.bindings.iter().map(|b| (b.binding, b.name, b.access)).collect();
     let read = Access::Read;
-    assert_eq!(
-        names,
-        [
-            (1, "a", read),
-            (2, "b", read),
-            (3, "bias", read),
-            (4, "c", Access::ReadWrite)
-        ]
-    );
+    assert_eq!(names, [(1, "a", read), (2, "b", read), (3, "bias", read), (4, "c", Access::ReadWrite)]);
     assert_eq!(core::mem::offset_of!(matmul::Params, alpha), 25 * 4);
 }

@@ -36,9 +36,7 @@ pub fn slow(device: &Device) -> bool {
 
 /// Numbers between -scale and scale, the same on every machine (SplitMix64 of a counter).
 pub fn random(seed: u64, n: usize, scale: f32) -> Vec<f32> {
-    (0..n as u64)
-        .map(|i| (mix(seed << 32 | i) >> 40) as f32 / (1u64 << 23) as f32 * scale - scale)
-        .collect()
+    (0..n as u64).map(|i| (mix(seed << 32 | i) >> 40) as f32 / (1u64 << 23) as f32 * scale - scale).collect()
 }
 
 /// A hash of a number.
@@ -65,24 +63,14 @@ pub struct Data {
 /// An f32 tensor.
 pub fn f32s(name: &str, shape: &[u64], values: &[f32]) -> Data {
     assert_eq!(shape.iter().product::<u64>(), values.len() as u64);
-    Data {
-        name: name.into(),
-        dtype: DType::F32,
-        shape: shape.into(),
-        bytes: bytemuck::cast_slice(values).to_vec(),
-    }
+    Data { name: name.into(), dtype: DType::F32, shape: shape.into(), bytes: bytemuck::cast_slice(values).to_vec() }
 }
 
 /// The bytes of a safetensors file, written by the library.
 pub fn file(tensors: &[Data]) -> Vec<u8> {
     let specs: Vec<(TensorSpec, &[u8])> = tensors
         .iter()
-        .map(|t| {
-            (
-                TensorSpec::new(t.name.as_str(), t.dtype, t.shape.clone()),
-                t.bytes.as_slice(),
-            )
-        })
+        .map(|t| (TensorSpec::new(t.name.as_str(), t.dtype, t.shape.clone()), t.bytes.as_slice()))
         .collect();
     write(Vec::new(), "made", &specs, &BTreeMap::new()).unwrap()
 }
@@ -112,10 +100,7 @@ pub fn odd_file(tensors: &[Data]) -> Vec<u8> {
 
 /// A catalog of files in memory, each a segment of its name.
 pub fn catalog(files: &[(&str, Vec<u8>)]) -> Catalog {
-    let sources = files
-        .iter()
-        .map(|(name, bytes)| Source::memory(*name, bytes.clone()))
-        .collect();
+    let sources = files.iter().map(|(name, bytes)| Source::memory(*name, bytes.clone())).collect();
     wait(Catalog::from_sources(sources)).unwrap()
 }
 
@@ -130,9 +115,7 @@ pub fn layer(seed: u64, width: u64) -> Vec<u8> {
 
 /// Layers of these widths' content, by name `l00`, `l01` …
 pub fn layers(count: u64, width: u64) -> Catalog {
-    let files: Vec<(String, Vec<u8>)> = (0..count)
-        .map(|i| (format!("l{i:02}"), layer(100 + i, width)))
-        .collect();
+    let files: Vec<(String, Vec<u8>)> = (0..count).map(|i| (format!("l{i:02}"), layer(100 + i, width))).collect();
     let files: Vec<(&str, Vec<u8>)> = files.iter().map(|(n, b)| (n.as_str(), b.clone())).collect();
     catalog(&files)
 }
@@ -145,8 +128,7 @@ pub fn chain(catalog: &Catalog, rows: u64, width: u64, by_hand: bool) -> Program
     let segments: Vec<_> = catalog.segments().cloned().collect();
     for segment in &segments {
         h = if by_hand {
-            g.with(segment, |g, w| g.matmul(h, w.get("w")?, Some(w.get("b")?)))
-                .unwrap()
+            g.with(segment, |g, w| g.matmul(h, w.get("w")?, Some(w.get("b")?))).unwrap()
         } else {
             let (w, b) = (g.weight(segment, "w").unwrap(), g.weight(segment, "b").unwrap());
             g.matmul(h, w, Some(b)).unwrap()
@@ -164,19 +146,12 @@ pub fn keep() -> Options {
 
 /// How a program is lowered: the set runs one plan once.
 pub fn once() -> Options {
-    Options {
-        once: true,
-        ..Options::default()
-    }
+    Options { once: true, ..Options::default() }
 }
 
 /// How a program is lowered: `keep_free: 0`.
 pub fn keep_free_0() -> Options {
-    Options {
-        once: true,
-        keep_free_0: true,
-        ..Options::default()
-    }
+    Options { once: true, keep_free_0: true, ..Options::default() }
 }
 
 /// Compiles one program for a device.
@@ -217,9 +192,7 @@ pub fn trace(events: &[Event]) -> Vec<String> {
 
 /// A fixture of `tests/fixtures`.
 pub fn fixture(path: &str) -> std::path::PathBuf {
-    std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("fixtures")
-        .join(path)
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(path)
 }
 
 /// The founding program over any catalog of segments with `w` and `b`: `x·w + b` through all in turn, for some rounds.
@@ -231,8 +204,7 @@ pub fn founding(catalog: &Catalog, rounds: u32, by_hand: bool) -> Program {
     for _ in 0..rounds {
         for segment in &segments {
             h = if by_hand {
-                g.with(segment, |g, w| g.matmul(h, w.get("w")?, Some(w.get("b")?)))
-                    .unwrap()
+                g.with(segment, |g, w| g.matmul(h, w.get("w")?, Some(w.get("b")?))).unwrap()
             } else {
                 let (w, b) = (g.weight(segment, "w").unwrap(), g.weight(segment, "b").unwrap());
                 g.matmul(h, w, Some(b)).unwrap()
@@ -253,30 +225,17 @@ pub fn rss() -> u64 {
 /// Fails with the first five differing words, unless two outputs have the same bits.
 pub fn same_bits(what: &str, got: &[u8], want: &[u8]) {
     assert_eq!(got.len(), want.len(), "{what}: length");
-    let words = |b: &[u8]| {
-        b.chunks_exact(4)
-            .map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]]))
-            .collect::<Vec<_>>()
-    };
+    let words = |b: &[u8]| b.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect::<Vec<_>>();
     let (g, w) = (words(got), words(want));
     let bad: Vec<_> = (0..g.len()).filter(|i| g[*i].to_bits() != w[*i].to_bits()).collect();
     let shown: Vec<_> = bad.iter().take(5).map(|i| (i, g[*i], w[*i])).collect();
-    assert!(
-        bad.is_empty(),
-        "{what}: {} of {} words differ; (index, got, want): {shown:?}",
-        bad.len(),
-        g.len()
-    );
+    assert!(bad.is_empty(), "{what}: {} of {} words differ; (index, got, want): {shown:?}", bad.len(), g.len());
 }
 
 /// Fails unless two runs gave the same bits in `loss` and `grad.0`.
 pub fn same_step(what: &str, got: &Outputs, want: &Outputs) {
     for name in ["loss", "grad.0"] {
-        same_bits(
-            &format!("{what}, {name}"),
-            got.bytes(name).unwrap(),
-            want.bytes(name).unwrap(),
-        );
+        same_bits(&format!("{what}, {name}"), got.bytes(name).unwrap(), want.bytes(name).unwrap());
     }
 }
 
@@ -297,11 +256,7 @@ impl Tampered {
         bytes: Vec<u8>,
         tamper: impl Fn(u64, &mut [u8]) -> Option<std::io::Result<usize>> + Send + Sync + 'static,
     ) -> Source {
-        Source::custom(Arc::new(Tampered {
-            name: name.into(),
-            bytes,
-            tamper: Box::new(tamper),
-        }))
+        Source::custom(Arc::new(Tampered { name: name.into(), bytes, tamper: Box::new(tamper) }))
     }
 }
 

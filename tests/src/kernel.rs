@@ -57,10 +57,7 @@ impl Gpu {
         let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
         let wanted = std::env::var("WGPU_ADAPTER_NAME").unwrap_or_default().to_lowercase();
         let adapter = if cfg!(target_arch = "wasm32") || wanted.is_empty() {
-            instance
-                .request_adapter(&wgpu::RequestAdapterOptions::default())
-                .await
-                .expect("an adapter")
+            instance.request_adapter(&wgpu::RequestAdapterOptions::default()).await.expect("an adapter")
         } else {
             let found = instance.enumerate_adapters(wgpu::Backends::all()).await;
             found
@@ -68,20 +65,9 @@ impl Gpu {
                 .find(|a| a.get_info().name.to_lowercase().contains(&wanted))
                 .unwrap_or_else(|| panic!("no adapter named like `{wanted}`"))
         };
-        let request = wgpu::DeviceDescriptor {
-            required_limits: wgpu::Limits::default(),
-            ..Default::default()
-        };
-        let (device, queue) = adapter
-            .request_device(&request)
-            .await
-            .expect("a device at WebGPU's default limits");
-        Self {
-            device,
-            queue,
-            pipelines: RefCell::default(),
-            adapter: adapter.get_info().name,
-        }
+        let request = wgpu::DeviceDescriptor { required_limits: wgpu::Limits::default(), ..Default::default() };
+        let (device, queue) = adapter.request_device(&request).await.expect("a device at WebGPU's default limits");
+        Self { device, queue, pipelines: RefCell::default(), adapter: adapter.get_info().name }
     }
 
     /// Runs `shader` once and gives the words of every read-write buffer, in binding order.
@@ -97,12 +83,7 @@ impl Gpu {
         launch: Launch,
     ) -> Vec<Vec<u32>> {
         let params: &[u8] = bytemuck::bytes_of(params);
-        assert_eq!(
-            params.len(),
-            shader.params_size as usize,
-            "{}: size of Params",
-            shader.name
-        );
+        assert_eq!(params.len(), shader.params_size as usize, "{}: size of Params", shader.name);
         assert_eq!(bufs.len(), shader.bindings.len(), "{}: number of bindings", shader.name);
         let scope = self.device.push_error_scope(wgpu::ErrorFilter::Validation);
         let pipeline = self.pipeline(shader, overrides);
@@ -119,10 +100,7 @@ impl Gpu {
             let mut bytes = params.to_vec();
             bytes[..4].copy_from_slice(&first.to_le_bytes());
             let uniform = self.upload(&bytes, wgpu::BufferUsages::UNIFORM);
-            let mut entries = vec![wgpu::BindGroupEntry {
-                binding: 0,
-                resource: uniform.as_entire_binding(),
-            }];
+            let mut entries = vec![wgpu::BindGroupEntry { binding: 0, resource: uniform.as_entire_binding() }];
             for (i, binding) in shader.bindings.iter().enumerate() {
                 let buffer = resolve(i).unwrap_or_else(|| panic!("{}: Same of a Same", shader.name));
                 let writes = matches!(bufs[i], Buf::InOut(_) | Buf::Fresh(_));
@@ -133,10 +111,7 @@ impl Gpu {
                     shader.name,
                     binding.name
                 );
-                entries.push(wgpu::BindGroupEntry {
-                    binding: binding.binding,
-                    resource: buffer.as_entire_binding(),
-                });
+                entries.push(wgpu::BindGroupEntry { binding: binding.binding, resource: buffer.as_entire_binding() });
             }
             let group = self.device.create_bind_group(&wgpu::BindGroupDescriptor {
                 label: Some(shader.name),
@@ -172,11 +147,7 @@ impl Gpu {
             let mut words = self.read(readback).await;
             let guard = words.split_off(words.len() - GUARD_WORDS);
             let broken = guard.iter().position(|&g| g != GUARD);
-            assert_eq!(
-                broken, None,
-                "{} {overrides:?}: wrote past the end of an output",
-                shader.name
-            );
+            assert_eq!(broken, None, "{} {overrides:?}: wrote past the end of an output", shader.name);
             out.push(words);
         }
         for buffer in buffers.iter().flatten().chain(&readbacks).chain(&uniforms) {
@@ -196,10 +167,7 @@ impl Gpu {
         let whole = self.run(shader, overrides, params, bufs, Launch::Whole).await;
         let groups = u32_at(bytemuck::bytes_of(params), 4);
         // A fold may hang over the end, where ids from `groups` up must do nothing.
-        for launch in [
-            Launch::Cuts(groups.div_ceil(3).max(1)),
-            Launch::Folded(groups.div_ceil(2).max(2)),
-        ] {
+        for launch in [Launch::Cuts(groups.div_ceil(3).max(1)), Launch::Folded(groups.div_ceil(2).max(2))] {
             let other = self.run(shader, overrides, params, bufs, launch).await;
             for (a, b) in whole.iter().zip(&other) {
                 same_words(&format!("{} {launch:?}", shader.name), b, a);
@@ -300,10 +268,9 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 fn dispatches(groups: u32, launch: Launch) -> Vec<(u32, [u32; 2])> {
     match launch {
         Launch::Whole => vec![(0, [groups, 1])],
-        Launch::Cuts(size) => (0..groups)
-            .step_by(size as usize)
-            .map(|first| (first, [size.min(groups - first), 1]))
-            .collect(),
+        Launch::Cuts(size) => {
+            (0..groups).step_by(size as usize).map(|first| (first, [size.min(groups - first), 1])).collect()
+        }
         Launch::Folded(width) => vec![(0, [width, groups.div_ceil(width)])],
     }
 }
@@ -319,38 +286,20 @@ pub struct Tolerance {
 }
 
 /// Moves of data, integers, comparisons: no difference at all.
-pub const EXACT: Tolerance = Tolerance {
-    rel: 0.0,
-    of_largest: 0.0,
-};
+pub const EXACT: Tolerance = Tolerance { rel: 0.0, of_largest: 0.0 };
 /// f32 arithmetic with WGSL's built-in functions (exp: 3 + 2|x| units in the last place) over sums of some hundred terms.
-pub const STRICT: Tolerance = Tolerance {
-    rel: 4e-6,
-    of_largest: 2e-6,
-};
+pub const STRICT: Tolerance = Tolerance { rel: 4e-6, of_largest: 2e-6 };
 /// Rounded to f16 at the end: half a unit of 11 bits, and STRICT before it.
-pub const HALF: Tolerance = Tolerance {
-    rel: 5e-4,
-    of_largest: 3e-6,
-};
+pub const HALF: Tolerance = Tolerance { rel: 5e-4, of_largest: 3e-6 };
 /// Rounded to bf16 at the end: half a unit of 8 bits, and STRICT before it.
-pub const BRAIN: Tolerance = Tolerance {
-    rel: 4e-3,
-    of_largest: 3e-6,
-};
+pub const BRAIN: Tolerance = Tolerance { rel: 4e-3, of_largest: 3e-6 };
 /// sin and cos: WGSL promises 2^-11 absolute on [-pi, pi] and no more.
-pub const TRIGONOMETRIC: Tolerance = Tolerance {
-    rel: 0.0,
-    of_largest: 4.9e-4,
-};
+pub const TRIGONOMETRIC: Tolerance = Tolerance { rel: 0.0, of_largest: 4.9e-4 };
 
 /// Panics, naming the first five elements out of tolerance, unless `got` is near `want`. NaN matches only NaN.
 pub fn near(what: &str, got: &[f32], want: &[f64], tolerance: Tolerance) {
     assert_eq!(got.len(), want.len(), "{what}: length");
-    let largest = want
-        .iter()
-        .filter(|w| w.is_finite())
-        .fold(0.0f64, |m, w| m.max(w.abs()));
+    let largest = want.iter().filter(|w| w.is_finite()).fold(0.0f64, |m, w| m.max(w.abs()));
     let bad: Vec<String> = got
         .iter()
         .zip(want)
@@ -364,13 +313,7 @@ pub fn near(what: &str, got: &[f32], want: &[f64], tolerance: Tolerance) {
         })
         .map(|(i, (got, want))| format!("[{i}] got {got:e} want {want:e}"))
         .collect();
-    assert!(
-        bad.is_empty(),
-        "{what}: {} of {} off: {}",
-        bad.len(),
-        want.len(),
-        bad[..bad.len().min(5)].join(", ")
-    );
+    assert!(bad.is_empty(), "{what}: {} of {} off: {}", bad.len(), want.len(), bad[..bad.len().min(5)].join(", "));
 }
 
 /// Panics, naming the first five, unless all words are equal.
@@ -407,23 +350,15 @@ pub fn doubles(values: &[f32]) -> Vec<f64> {
 /// Packs values into words of `dtype`; an odd last half-word is padded with garbage that a kernel must not let through.
 pub fn encode(values: &[f32], dtype: u32) -> Vec<u32> {
     let pairs = |of: Vec<u16>| {
-        of.chunks(2)
-            .map(|c| u32::from(c[0]) | u32::from(*c.get(1).unwrap_or(&0x7e01)) << 16)
-            .collect::<Vec<u32>>()
+        of.chunks(2).map(|c| u32::from(c[0]) | u32::from(*c.get(1).unwrap_or(&0x7e01)) << 16).collect::<Vec<u32>>()
     };
     match dtype {
         F32 => words(values),
         F16 => pairs(values.iter().map(|v| half::f16::from_f32(*v).to_bits()).collect()),
         BF16 => pairs(values.iter().map(|v| half::bf16::from_f32(*v).to_bits()).collect()),
         I32 => values.iter().map(|v| (*v as i32) as u32).collect(),
-        I64 => values
-            .iter()
-            .flat_map(|v| [(*v as i64) as u32, ((*v as i64) >> 32) as u32])
-            .collect(),
-        U8 => values
-            .chunks(4)
-            .map(|c| c.iter().rev().fold(0, |w, v| w << 8 | u32::from(*v as u8)))
-            .collect(),
+        I64 => values.iter().flat_map(|v| [(*v as i64) as u32, ((*v as i64) >> 32) as u32]).collect(),
+        U8 => values.chunks(4).map(|c| c.iter().rev().fold(0, |w, v| w << 8 | u32::from(*v as u8))).collect(),
         other => panic!("no dtype {other}"),
     }
 }

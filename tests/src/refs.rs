@@ -23,10 +23,7 @@ impl Tensors {
         let tensors = catalog.names().map(|name| {
             let id = catalog.find(name).unwrap();
             let weight = catalog.weight(id);
-            (
-                name.to_string(),
-                (weight.shape.clone(), weight.dtype, wait(catalog.read(id)).unwrap()),
-            )
+            (name.to_string(), (weight.shape.clone(), weight.dtype, wait(catalog.read(id)).unwrap()))
         });
         Tensors(tensors.collect())
     }
@@ -40,24 +37,15 @@ impl Tensors {
     pub fn f32(&self, name: &str) -> Vec<f32> {
         let (_, dtype, bytes) = self.0.get(name).unwrap_or_else(|| panic!("no tensor {name}"));
         assert_eq!(*dtype, DType::F32, "{name}");
-        bytes
-            .chunks_exact(4)
-            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-            .collect()
+        bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
     }
 
     /// The values of an integer tensor.
     pub fn ints(&self, name: &str) -> Vec<i32> {
         let (_, dtype, bytes) = self.0.get(name).unwrap_or_else(|| panic!("no tensor {name}"));
         match dtype {
-            DType::I64 => bytes
-                .chunks_exact(8)
-                .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as i32)
-                .collect(),
-            DType::I32 => bytes
-                .chunks_exact(4)
-                .map(|b| i32::from_le_bytes(b.try_into().unwrap()))
-                .collect(),
+            DType::I64 => bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as i32).collect(),
+            DType::I32 => bytes.chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect(),
             other => panic!("{name} is {other}"),
         }
     }
@@ -79,11 +67,7 @@ pub fn model(name: &str, variant: &str) -> Model {
     let folder = path(name).join(variant);
     let stored = folder.is_dir();
     let config = config(&if stored { folder.clone() } else { path(name).join("f32") }.join("config.json"));
-    let catalog = if stored {
-        wait(Catalog::open(&folder)).unwrap()
-    } else {
-        rounded(name, variant)
-    };
+    let catalog = if stored { wait(Catalog::open(&folder)).unwrap() } else { rounded(name, variant) };
     Model::new(config, catalog).unwrap_or_else(|e| panic!("{name}/{variant}: {e}"))
 }
 
@@ -104,19 +88,10 @@ fn rounded(name: &str, variant: &str) -> Catalog {
                 DType::BF16 => half::bf16::from_f32(x).to_le_bytes(),
                 _ => half::f16::from_f32(x).to_le_bytes(),
             });
-            Data {
-                name: n.into(),
-                dtype,
-                shape: source.0[n].0.clone(),
-                bytes: halves.collect(),
-            }
+            Data { name: n.into(), dtype, shape: source.0[n].0.clone(), bytes: halves.collect() }
         })
         .collect();
-    wait(Catalog::from_sources(vec![Source::memory(
-        "model.safetensors",
-        file(&tensors),
-    )]))
-    .unwrap()
+    wait(Catalog::from_sources(vec![Source::memory("model.safetensors", file(&tensors))])).unwrap()
 }
 
 /// Each token's successor in its row as its label; the last has none. What is masked has a negative label.
@@ -128,10 +103,7 @@ pub fn shifted(labels: &[i32], tokens: usize) -> Vec<i32> {
 /// A batch whose loss is the mean over its unmasked tokens.
 pub fn mean_batch(model: &Model, bucket: Bucket, ids: &[i32], labels: &[i32]) -> Inputs {
     let count = labels.iter().filter(|l| **l >= 0).count();
-    let weights: Vec<f32> = labels
-        .iter()
-        .map(|l| if *l < 0 { 0.0 } else { 1.0 / count as f32 })
-        .collect();
+    let weights: Vec<f32> = labels.iter().map(|l| if *l < 0 { 0.0 } else { 1.0 / count as f32 }).collect();
     Inputs::batch(model, bucket, ids, labels, &weights).unwrap()
 }
 

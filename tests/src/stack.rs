@@ -1,12 +1,12 @@
 //! A small transformer with adapters, in the public API: what the tests of training share.
 
 use ebbtide::compile::{Budget, Options, compile_with};
+use ebbtide::graph::Shape;
 use ebbtide::graph::{Binary, Unary};
 use ebbtide::nn::{
     AdamW, Attention, Lora, Params, Part, Rope, RopeScaling, attention, cross_entropy, embedding_rows, linear,
     linear_lora, rms_norm, rope, rope_tables, train_part,
 };
-use ebbtide::graph::Shape;
 use ebbtide::{Catalog, Device, Graph, PlanSet, Program, Result, Session, Tensor};
 
 use crate::engine::{f32s, file, random, wait};
@@ -272,7 +272,8 @@ pub fn reference_loss(stack: &Stack, batch: &Batch) -> f64 {
     let mut loss = 0.0;
     for row in 0..batch.b as usize {
         let ids = &batch.ids[row * t..(row + 1) * t];
-        let mut h: Vec<f64> = ids.iter().flat_map(|id| embed[*id as usize * d..(*id as usize + 1) * d].to_vec()).collect();
+        let mut h: Vec<f64> =
+            ids.iter().flat_map(|id| embed[*id as usize * d..(*id as usize + 1) * d].to_vec()).collect();
         for l in 0..stack.layers {
             let w = |name: &str| wide(weight_values(stack, l, name));
             let adapted = |x: &[f64], name: &str, target: usize| -> Vec<f64> {

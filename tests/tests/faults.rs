@@ -1,11 +1,6 @@
 //! G1, G2: whatever fails, at whatever place, ends in a typed error, gives the memory back, and leaves a session whose next step
 //! has the same bits as if nothing had happened.
-#![allow(
-    clippy::expect_used,
-    clippy::panic,
-    clippy::unwrap_used,
-    reason = "a test stops at the first surprise"
-)]
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -34,8 +29,7 @@ fn program(catalog: &Catalog, by_hand: bool) -> Program {
     let mut h = x;
     for (i, segment) in catalog.segments().cloned().collect::<Vec<_>>().iter().enumerate() {
         h = if by_hand {
-            g.with(segment, |g, w| g.matmul(h, w.get("w")?, Some(w.get("b")?)))
-                .unwrap()
+            g.with(segment, |g, w| g.matmul(h, w.get("w")?, Some(w.get("b")?))).unwrap()
         } else {
             let (w, b) = (g.weight(segment, "w").unwrap(), g.weight(segment, "b").unwrap());
             g.matmul(h, w, Some(b)).unwrap()
@@ -65,12 +59,7 @@ fn ways() -> Vec<(bool, Budget, Options)> {
 
 fn reference(device: &Device) -> Outputs {
     let catalog = catalog();
-    engine::run(
-        &mut session(device, &catalog, &program(&catalog, false), Budget::All, keep()),
-        &input(),
-    )
-    .unwrap()
-    .0
+    engine::run(&mut session(device, &catalog, &program(&catalog, false), Budget::All, keep()), &input()).unwrap().0
 }
 
 fn step(session: &mut Session, cancel: &Cancel, events: &mut dyn ebbtide::EventSink) -> ebbtide::Result<Outputs> {
@@ -84,11 +73,7 @@ fn settled(what: &str, session: &mut Session, baseline: u64, want: &Outputs) {
     let out =
         step(session, &Cancel::new(), &mut |_: Event| ()).unwrap_or_else(|e| panic!("{what}: the next step: {e}"));
     same_step(what, &out, want);
-    assert_eq!(
-        session.device().active_memory(),
-        baseline,
-        "{what}: bytes after the next step"
-    );
+    assert_eq!(session.device().active_memory(), baseline, "{what}: bytes after the next step");
 }
 
 #[test]
@@ -96,10 +81,7 @@ fn out_of_memory_at_every_buffer_is_a_typed_error_and_leaves_nothing() {
     let free = device();
     let catalog = catalog();
     let want = reference(&free);
-    for (by_hand, budget, options) in [
-        (false, Budget::Percent(75.0), keep()),
-        (true, Budget::Floor, keep_free_0()),
-    ] {
+    for (by_hand, budget, options) in [(false, Budget::Percent(75.0), keep()), (true, Budget::Floor, keep_free_0())] {
         let program = program(&catalog, by_hand);
         // How many buffers a session and a step make.
         let before = free.ledger().usage().made;
@@ -155,10 +137,7 @@ fn a_device_lost_in_mid_step_is_a_typed_error_and_the_ledger_is_at_its_baseline(
             drop(session);
             assert_eq!((device.active_memory(), device.ledger().usage().buffers), (0, 0));
             let set = engine::compiled(&device, &catalog, &program(&catalog, by_hand), budget, options);
-            assert_eq!(
-                wait(Session::new(&device, &catalog, set)).err().expect("gone").code(),
-                "device-lost"
-            );
+            assert_eq!(wait(Session::new(&device, &catalog, set)).err().expect("gone").code(), "device-lost");
             assert_eq!(device.active_memory(), 0);
         }
     }
@@ -200,18 +179,11 @@ fn a_failing_read_at_every_chunk_is_an_error_and_never_zeros() {
                 same_step("no read failed", &result.unwrap(), &want);
                 break;
             }
-            let error = result
-                .err()
-                .unwrap_or_else(|| panic!("read {n} failed and nobody noticed"));
+            let error = result.err().unwrap_or_else(|| panic!("read {n} failed and nobody noticed"));
             assert_eq!((error.code(), error.exit_status()), ("io", 2), "{error}");
             assert!(error.to_string().contains("l0"), "the file is named: {error}");
             failures += 1;
-            settled(
-                &format!("{options:?} {budget}, read {n}"),
-                &mut session,
-                baseline,
-                &want,
-            );
+            settled(&format!("{options:?} {budget}, read {n}"), &mut session, baseline, &want);
         }
         assert!(failures >= 4, "{failures} reads");
     }
@@ -286,10 +258,7 @@ fn a_file_that_changes_between_steps_is_noticed_before_its_bytes_are_used() {
         change(&path(2), &layer(102, WIDTH));
         for _ in 0..2 {
             let error = engine::run(&mut session, &input()).expect_err(what);
-            assert!(
-                matches!(error, Error::SourceChanged { .. } | Error::Io { .. }),
-                "{what}: {error}"
-            );
+            assert!(matches!(error, Error::SourceChanged { .. } | Error::Io { .. }), "{what}: {error}");
             assert!(what == "gone" || error.code() == "source-changed", "{what}: {error}");
             assert_eq!(device.active_memory(), baseline, "{what}");
         }
@@ -302,10 +271,7 @@ fn a_file_that_changes_in_the_middle_of_a_step_is_noticed_too() {
     let folder = tempfile::tempdir().unwrap();
     let path = |i: u64| folder.path().join(format!("l{i:02}.safetensors"));
     (0..4).for_each(|i| std::fs::write(path(i), layer(100 + i, WIDTH)).unwrap());
-    let catalog = wait(Catalog::from_sources(
-        (0..4).map(|i| Source::open(path(i)).unwrap()).collect(),
-    ))
-    .unwrap();
+    let catalog = wait(Catalog::from_sources((0..4).map(|i| Source::open(path(i)).unwrap()).collect())).unwrap();
     let mut session = session(&device, &catalog, &program(&catalog, true), Budget::Floor, once());
     let victim = path(3);
     session.on_hook(move |call| {
@@ -335,10 +301,7 @@ fn a_hook_that_fails_or_panics_at_every_call_leaves_the_session_as_it_was() {
             let n = s.replace(s.get() + 1);
             if n == a.get() {
                 assert!(!p.get(), "injected by a test");
-                return Err(Error::Hook {
-                    hook: call.name.into(),
-                    reason: "injected".into(),
-                });
+                return Err(Error::Hook { hook: call.name.into(), reason: "injected".into() });
             }
             Ok(())
         });
@@ -348,9 +311,7 @@ fn a_hook_that_fails_or_panics_at_every_call_leaves_the_session_as_it_was() {
                 seen.set(0);
                 at.set(n);
                 let what = format!("{options:?} {budget}, call {n}, panic {panicking}");
-                let result = catch_unwind(AssertUnwindSafe(|| {
-                    step(&mut session, &Cancel::new(), &mut |_: Event| ())
-                }));
+                let result = catch_unwind(AssertUnwindSafe(|| step(&mut session, &Cancel::new(), &mut |_: Event| ())));
                 at.set(usize::MAX);
                 if panicking {
                     // The future was dropped in the middle of the run.
@@ -473,11 +434,7 @@ fn a_session_dropped_while_a_slow_read_is_under_way_is_safe_and_gives_everything
             })
         });
         let catalog = wait(Catalog::from_sources(sources.collect())).unwrap();
-        let budget = if n % 2 == 0 {
-            Budget::Floor
-        } else {
-            Budget::Percent(80.0)
-        };
+        let budget = if n % 2 == 0 { Budget::Floor } else { Budget::Percent(80.0) };
         let mut session = session(
             &device,
             &catalog,
@@ -494,11 +451,7 @@ fn a_session_dropped_while_a_slow_read_is_under_way_is_safe_and_gives_everything
     let catalog = catalog();
     let want = reference(&device);
     let mut next = session(&device, &catalog, &program(&catalog, false), Budget::Floor, keep());
-    same_step(
-        "after sessions dropped in mid-read",
-        &engine::run(&mut next, &input()).unwrap().0,
-        &want,
-    );
+    same_step("after sessions dropped in mid-read", &engine::run(&mut next, &input()).unwrap().0, &want);
 }
 
 #[test]
@@ -516,16 +469,10 @@ fn wrong_inputs_are_refused_before_anything_is_done() {
         (0, vec![("x", &bytes[4..])], "shape"),
         (1, vec![("x", bytes)], "not-found"),
     ] {
-        let error = wait(session.run(plan, &inputs, &Cancel::new(), &mut events))
-            .err()
-            .unwrap();
+        let error = wait(session.run(plan, &inputs, &Cancel::new(), &mut events)).err().unwrap();
         assert_eq!((error.code(), error.exit_status()), (code, 2), "{error}");
     }
     assert!(events.is_empty());
-    let reads = session.set().plans[0]
-        .actions
-        .iter()
-        .filter(|a| matches!(a, Action::Load { .. }))
-        .count();
+    let reads = session.set().plans[0].actions.iter().filter(|a| matches!(a, Action::Load { .. })).count();
     assert_eq!(engine::run(&mut session, &x).unwrap().0.loads, reads as u64);
 }

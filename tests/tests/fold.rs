@@ -42,7 +42,11 @@ struct Case {
 }
 
 /// Compiles and runs a program folded and unfolded, and asserts what holds for every case.
-async fn case(catalog: Catalog, build: impl Fn(&mut Graph, &Segment) -> Result<Vec<(&'static str, ebbtide::Tensor)>>, inputs: &[(&str, Vec<f32>)]) -> Case {
+async fn case(
+    catalog: Catalog,
+    build: impl Fn(&mut Graph, &Segment) -> Result<Vec<(&'static str, ebbtide::Tensor)>>,
+    inputs: &[(&str, Vec<f32>)],
+) -> Case {
     let device = Device::open(&DeviceChoice::from_env()).await.unwrap();
     let segment = catalog.segments().next().unwrap().clone();
     let program = || -> Program {

@@ -1,9 +1,5 @@
 //! The first founding program against its references: MLX's values and trace, the byte bar, and equal bits however it streams.
-#![allow(
-    clippy::expect_used,
-    clippy::unwrap_used,
-    reason = "a test stops at the first surprise"
-)]
+#![allow(clippy::expect_used, clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 use ebbtide::compile::{Budget, Options};
 use ebbtide::{Catalog, Device, Event, Outputs, Source};
@@ -19,11 +15,7 @@ fn file(name: &str) -> std::path::PathBuf {
 
 fn catalog() -> Catalog {
     let open = |name| Source::open(file(name)).unwrap();
-    wait(Catalog::from_sources(vec![
-        open("down.safetensors"),
-        open("up.safetensors"),
-    ]))
-    .unwrap()
+    wait(Catalog::from_sources(vec![open("down.safetensors"), open("up.safetensors")])).unwrap()
 }
 
 /// The bytes of a tensor of a fixture; safetensors headers are small enough to read by hand, which keeps the reference apart
@@ -37,17 +29,11 @@ fn tensor(name: &str, tensor: &str) -> Vec<u8> {
 }
 
 fn f64s(bytes: &[u8]) -> Vec<f64> {
-    bytes
-        .chunks_exact(8)
-        .map(|b| f64::from_le_bytes(b.try_into().unwrap()))
-        .collect()
+    bytes.chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
 fn f32s(bytes: &[u8]) -> Vec<f64> {
-    bytes
-        .chunks_exact(4)
-        .map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap())))
-        .collect()
+    bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect()
 }
 
 struct Ran {
@@ -69,25 +55,12 @@ fn run(device: &Device, rounds: u32, by_hand: bool, budget: Budget, options: Opt
     let usage = device.ledger().usage();
     assert_eq!(usage.at_peak.total(), usage.peak);
     drop(session);
-    assert_eq!(
-        device.active_memory(),
-        0,
-        "a session that is dropped leaves bytes behind"
-    );
-    Ran {
-        out,
-        events,
-        peak: usage.peak,
-        planned,
-        floor,
-    }
+    assert_eq!(device.active_memory(), 0, "a session that is dropped leaves bytes behind");
+    Ran { out, events, peak: usage.peak, planned, floor }
 }
 
 fn tensor_x() -> Vec<f32> {
-    tensor("x.safetensors", "x")
-        .chunks_exact(4)
-        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-        .collect()
+    tensor("x.safetensors", "x").chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
 fn largest(values: &[f64]) -> f64 {
@@ -97,10 +70,7 @@ fn largest(values: &[f64]) -> f64 {
 #[test]
 fn loss_and_gradient_are_those_of_mlx_and_of_double_precision() {
     let ran = run(&device(), 10, true, Budget::Floor, once());
-    for (name, parse) in [
-        ("result.safetensors", f32s as fn(&[u8]) -> Vec<f64>),
-        ("result_f64.safetensors", f64s),
-    ] {
+    for (name, parse) in [("result.safetensors", f32s as fn(&[u8]) -> Vec<f64>), ("result_f64.safetensors", f64s)] {
         for (ours, theirs) in [("loss", "loss"), ("grad.0", "grad_x")] {
             let (got, want) = (f32s(ran.out.bytes(ours).unwrap()), parse(&tensor(name, theirs)));
             assert_eq!(got.len(), want.len());
@@ -134,9 +104,7 @@ fn by_hand_the_trace_is_the_same_at_every_budget() {
 fn automatically_the_pair_at_the_turn_is_saved() {
     let text = std::fs::read_to_string(file("trace.txt")).unwrap();
     let mut want: Vec<&str> = text.lines().collect();
-    let turn = want
-        .windows(2)
-        .position(|w| w == ["forward_unload(up.safetensors)", "backward_load(up.safetensors)"]);
+    let turn = want.windows(2).position(|w| w == ["forward_unload(up.safetensors)", "backward_load(up.safetensors)"]);
     want.drain(turn.unwrap()..turn.unwrap() + 2);
     for options in [once(), keep_free_0()] {
         let ran = run(&device(), 10, false, Budget::Floor, options);
@@ -180,18 +148,9 @@ fn every_way_of_streaming_gives_the_same_bits() {
     let want = run(&device, 10, false, Budget::All, once());
     for by_hand in [false, true] {
         for options in [once(), keep(), keep_free_0()] {
-            for budget in [
-                Budget::All,
-                Budget::Bytes(2 * want.floor),
-                Budget::Percent(50.0),
-                Budget::Floor,
-            ] {
+            for budget in [Budget::All, Budget::Bytes(2 * want.floor), Budget::Percent(50.0), Budget::Floor] {
                 let ran = run(&device, 10, by_hand, budget, options);
-                same_step(
-                    &format!("by hand {by_hand}, {options:?}, {budget}"),
-                    &ran.out,
-                    &want.out,
-                );
+                same_step(&format!("by hand {by_hand}, {options:?}, {budget}"), &ran.out, &want.out);
                 assert_eq!(ran.peak, ran.planned);
                 assert!(ran.peak <= budget_bytes(budget, &ran), "{budget}");
             }
@@ -225,18 +184,9 @@ fn one_byte_below_the_floor_is_refused_with_the_floor_and_what_sets_it() {
         let error = refused.unwrap_err();
         assert_eq!(error.exit_status(), 3);
         assert!(error.to_string().contains(&floor.to_string()), "{error}");
-        assert!(
-            error.to_string().contains("down") || error.to_string().contains("activations"),
-            "{error}"
-        );
-        ebbtide::compile_with(
-            std::slice::from_ref(&program),
-            &catalog,
-            device.caps(),
-            Budget::Bytes(floor),
-            options,
-        )
-        .unwrap();
+        assert!(error.to_string().contains("down") || error.to_string().contains("activations"), "{error}");
+        ebbtide::compile_with(std::slice::from_ref(&program), &catalog, device.caps(), Budget::Bytes(floor), options)
+            .unwrap();
     }
     assert_eq!(device.ledger().usage().made, made, "a refusal is pure");
 }
@@ -258,12 +208,5 @@ fn only_what_was_asked_for_comes_back_to_the_host() {
     assert_eq!(ran.out.streamed_bytes, 20 * 12_544 + 19 * 12_480);
     let start = ran.events.first();
     assert!(matches!(start, Some(Event::RunStart { program }) if *program == Arc::from("step")));
-    assert!(matches!(
-        ran.events.last(),
-        Some(Event::RunEnd {
-            loads: 39,
-            evictions: 39,
-            ..
-        })
-    ));
+    assert!(matches!(ran.events.last(), Some(Event::RunEnd { loads: 39, evictions: 39, .. })));
 }

@@ -22,17 +22,7 @@ struct Case {
 
 impl Case {
     fn forward(&self) -> attention::Params {
-        let Case {
-            b,
-            t,
-            h,
-            hk,
-            s,
-            d,
-            causal,
-            window,
-            ..
-        } = *self;
+        let Case { b, t, h, hk, s, d, causal, window, .. } = *self;
         attention::Params {
             groups: b * h * t.div_ceil(8),
             b,
@@ -156,17 +146,7 @@ impl Case {
 }
 
 fn cases() -> Vec<Case> {
-    let plain = |b, t, h, hk, d| Case {
-        b,
-        t,
-        h,
-        hk,
-        s: t,
-        d,
-        causal: 1,
-        window: 0,
-        rows: vec![[0, t]; b as usize],
-    };
+    let plain = |b, t, h, hk, d| Case { b, t, h, hk, s: t, d, causal: 1, window: 0, rows: vec![[0, t]; b as usize] };
     vec![
         plain(1, 1, 1, 1, 1),
         plain(1, 3, 2, 1, 31),
@@ -176,37 +156,15 @@ fn cases() -> Vec<Case> {
         // The widest head.
         plain(1, 9, 1, 1, 256),
         // No mask.
-        Case {
-            causal: 0,
-            ..plain(1, 31, 2, 2, 5)
-        },
+        Case { causal: 0, ..plain(1, 31, 2, 2, 5) },
         // A sliding window, shorter and longer than a tile.
-        Case {
-            window: 5,
-            ..plain(1, 70, 2, 1, 6)
-        },
-        Case {
-            window: 40,
-            ..plain(1, 100, 1, 1, 4)
-        },
+        Case { window: 5, ..plain(1, 70, 2, 1, 6) },
+        Case { window: 40, ..plain(1, 100, 1, 1, 4) },
         // Rows of different length, one of them empty.
-        Case {
-            rows: vec![[0, 33], [0, 7], [0, 0]],
-            ..plain(3, 33, 2, 1, 8)
-        },
+        Case { rows: vec![[0, 33], [0, 7], [0, 0]], ..plain(3, 33, 2, 1, 8) },
         // Decode and prefill behind a cache.
-        Case {
-            t: 1,
-            s: 80,
-            rows: vec![[65, 66], [3, 4]],
-            ..plain(2, 1, 4, 2, 16)
-        },
-        Case {
-            t: 5,
-            s: 64,
-            rows: vec![[31, 36]],
-            ..plain(1, 5, 2, 1, 9)
-        },
+        Case { t: 1, s: 80, rows: vec![[65, 66], [3, 4]], ..plain(2, 1, 4, 2, 16) },
+        Case { t: 5, s: 64, rows: vec![[31, 36]], ..plain(1, 5, 2, 1, 9) },
     ]
 }
 
@@ -261,37 +219,18 @@ async fn attention_and_its_gradients_equal_their_twins(gpu: &Gpu) {
         let [qd, kd, vd, dod] = [&q, &k, &v, &d_o].map(|x| doubles(x));
         let stats_len = (case.b * case.h * case.t) as usize;
 
-        let bufs = [
-            Buf::In(&qw),
-            Buf::In(&kw),
-            Buf::In(&vw),
-            Buf::In(&rows),
-            Buf::Fresh(q.len()),
-            Buf::Fresh(stats_len),
-        ];
+        let bufs =
+            [Buf::In(&qw), Buf::In(&kw), Buf::In(&vw), Buf::In(&rows), Buf::Fresh(q.len()), Buf::Fresh(stats_len)];
         let got = gpu.run_every_way(&attention::SHADER, &[], &f, &bufs).await;
         let (mut o, mut lse) = (vec![0.0; q.len()], vec![0.0; stats_len]);
         cpu::attention(&f, &qd, &kd, &vd, &rows, &mut o, &mut lse);
         near(&format!("{what}: o"), &floats(&got[0]), &o, STRICT);
         near(&format!("{what}: lse"), &floats(&got[1]), &lse, STRICT);
-        near(
-            &format!("{what}: textbook"),
-            &floats(&got[0]),
-            &textbook(&case, &qd, &kd, &vd),
-            STRICT,
-        );
+        near(&format!("{what}: textbook"), &floats(&got[0]), &textbook(&case, &qd, &kd, &vd), STRICT);
 
         let p = case.delta();
-        let bufs = [
-            Buf::In(&got[0]),
-            Buf::In(&dow),
-            Buf::In(&got[1]),
-            Buf::Fresh(2 * stats_len),
-        ];
-        let stats = gpu
-            .run_every_way(&attention_delta::SHADER, &[], &p, &bufs)
-            .await
-            .remove(0);
+        let bufs = [Buf::In(&got[0]), Buf::In(&dow), Buf::In(&got[1]), Buf::Fresh(2 * stats_len)];
+        let stats = gpu.run_every_way(&attention_delta::SHADER, &[], &p, &bufs).await.remove(0);
         let mut want = vec![0.0; 2 * stats_len];
         cpu::attention_delta(&p, &o, &dod, &lse, &mut want);
         near(&format!("{what}: stats"), &floats(&stats), &want, STRICT);
@@ -334,42 +273,22 @@ fn near_gradient(what: &str, got: &[f32], want: &[f64]) {
 async fn decode_behind_a_cache_has_the_bits_of_prefill(gpu: &Gpu) {
     let whole = &cases()[4];
     let mut random = Random::new(50);
-    let (q, k, v) = (
-        random.units(whole.queries()),
-        random.units(whole.keys()),
-        random.units(whole.keys()),
-    );
+    let (q, k, v) = (random.units(whole.queries()), random.units(whole.keys()), random.units(whole.keys()));
     let [qw, kw, vw] = [&q, &k, &v].map(|x| words(x));
     let run = async |case: &Case, q: &[u32]| {
         let rows: Vec<u32> = case.rows.iter().flatten().copied().collect();
         let lse = Buf::Fresh((case.b * case.h * case.t) as usize);
-        let bufs = [
-            Buf::In(q),
-            Buf::In(&kw),
-            Buf::In(&vw),
-            Buf::In(&rows),
-            Buf::Fresh(q.len()),
-            lse,
-        ];
-        gpu.run_every_way(&attention::SHADER, &[], &case.forward(), &bufs)
-            .await
-            .remove(0)
+        let bufs = [Buf::In(q), Buf::In(&kw), Buf::In(&vw), Buf::In(&rows), Buf::Fresh(q.len()), lse];
+        gpu.run_every_way(&attention::SHADER, &[], &case.forward(), &bufs).await.remove(0)
     };
     let prefill = run(whole, &qw).await;
     let width = (whole.h * whole.d) as usize;
     for position in [0, 1, 31, 32, 100, 126] {
-        let one = Case {
-            t: 1,
-            rows: vec![[position, position + 1]],
-            ..whole.clone()
-        };
+        let one = Case { t: 1, rows: vec![[position, position + 1]], ..whole.clone() };
         let at = position as usize * width;
         let got = run(&one, &qw[at..at + width]).await;
         same_words(&format!("position {position}"), &got, &prefill[at..at + width]);
     }
 }
 
-gpu_tests!(
-    attention_and_its_gradients_equal_their_twins,
-    decode_behind_a_cache_has_the_bits_of_prefill
-);
+gpu_tests!(attention_and_its_gradients_equal_their_twins, decode_behind_a_cache_has_the_bits_of_prefill);

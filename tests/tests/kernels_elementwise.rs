@@ -10,10 +10,7 @@ use ebbtide_tests::kernel::{
     near, same_words, through, words,
 };
 
-const ROUND: Tolerance = Tolerance {
-    rel: 0.0,
-    of_largest: 0.0,
-};
+const ROUND: Tolerance = Tolerance { rel: 0.0, of_largest: 0.0 };
 
 fn row_major(shape: &[u32]) -> Vec<u32> {
     (0..shape.len()).map(|d| shape[d + 1..].iter().product()).collect()
@@ -37,11 +34,7 @@ fn dense(shape: &[u32]) -> Params {
 
 /// Words that `n` elements of `dtype` take.
 fn room(n: u32, dtype: u32) -> usize {
-    if dtype == F16 || dtype == BF16 {
-        n.div_ceil(2) as usize
-    } else {
-        n as usize
-    }
+    if dtype == F16 || dtype == BF16 { n.div_ceil(2) as usize } else { n as usize }
 }
 
 struct Case<'a> {
@@ -55,13 +48,7 @@ struct Case<'a> {
 /// Runs the case in every way and compares with the f64 twin.
 async fn check(gpu: &Gpu, case: &Case<'_>, tolerance: Tolerance) {
     let [da, db, dc, out] = case.dtypes;
-    let overrides = [
-        ("OP", case.code),
-        ("A_DTYPE", da),
-        ("B_DTYPE", db),
-        ("C_DTYPE", dc),
-        ("OUT_DTYPE", out),
-    ];
+    let overrides = [("OP", case.code), ("A_DTYPE", da), ("B_DTYPE", db), ("C_DTYPE", dc), ("OUT_DTYPE", out)];
     let [a, b, c] = [0, 1, 2].map(|i| encode(case.inputs[i], case.dtypes[i]));
     let bufs = [Buf::In(&a), Buf::In(&b), Buf::In(&c), Buf::Fresh(room(case.p.n, out))];
     let got = gpu.run_every_way(&SHADER, &overrides, &case.p, &bufs).await;
@@ -71,11 +58,7 @@ async fn check(gpu: &Gpu, case: &Case<'_>, tolerance: Tolerance) {
     let what = format!("op {} {:?} shape {:?}", case.code, case.dtypes, case.p.shape);
     near(&what, &decode(&got[0], case.p.n as usize, out), &want, tolerance);
     if room(case.p.n, out) * 2 > case.p.n as usize && out != F32 && out != I32 && case.p.n % 2 == 1 {
-        assert_eq!(
-            got[0].last().unwrap() >> 16,
-            0,
-            "{what}: the unused half of the last word"
-        );
+        assert_eq!(got[0].last().unwrap() >> 16, 0, "{what}: the unused half of the last word");
     }
 }
 
@@ -96,62 +79,23 @@ async fn every_operation_equals_its_twin(gpu: &Gpu) {
         let mut random = Random::new(u64::from(code));
         let [a, b] = [0, 1].map(|_| random.units(1235).into_iter().map(map).collect::<Vec<f32>>());
         let c: Vec<f32> = a.iter().map(|x| if *x > 0.3 { 2.0 } else { 0.0 }).collect();
-        let p = Params {
-            scalar: 0.37,
-            ..dense(&[1235])
-        };
-        check(
-            gpu,
-            &Case {
-                p,
-                code,
-                inputs: [&a, &b, &c],
-                dtypes: [F32; 4],
-            },
-            tolerance,
-        )
-        .await;
+        let p = Params { scalar: 0.37, ..dense(&[1235]) };
+        check(gpu, &Case { p, code, inputs: [&a, &b, &c], dtypes: [F32; 4] }, tolerance).await;
     }
 }
 
 async fn activations_hold_far_from_zero(gpu: &Gpu) {
-    let a: Vec<f32> = (-200..=200)
-        .map(|i| i as f32 * 0.5)
-        .chain([-1e30, 1e30, -1e-20, 1e-20, 0.0, -0.0])
-        .collect();
+    let a: Vec<f32> = (-200..=200).map(|i| i as f32 * 0.5).chain([-1e30, 1e30, -1e-20, 1e-20, 0.0, -0.0]).collect();
     let ones = vec![1.0; a.len()];
     for code in [op::TANH, op::SIGMOID, op::SILU, op::GELU_ERF, op::RELU] {
         let p = dense(&[a.len() as u32]);
-        check(
-            gpu,
-            &Case {
-                p,
-                code,
-                inputs: [&a, &ones, &ones],
-                dtypes: [F32; 4],
-            },
-            STRICT,
-        )
-        .await;
+        check(gpu, &Case { p, code, inputs: [&a, &ones, &ones], dtypes: [F32; 4] }, STRICT).await;
     }
     let near_zero: Vec<f32> = (-300..=300).map(|i| i as f32 * 1e-3).collect();
     let p = dense(&[near_zero.len() as u32]);
     for code in [op::TANH, op::GELU_ERF, op::GELU_TANH] {
-        let relative = Tolerance {
-            rel: 4e-6,
-            of_largest: 0.0,
-        };
-        check(
-            gpu,
-            &Case {
-                p,
-                code,
-                inputs: [&near_zero, &ones, &ones],
-                dtypes: [F32; 4],
-            },
-            relative,
-        )
-        .await;
+        let relative = Tolerance { rel: 4e-6, of_largest: 0.0 };
+        check(gpu, &Case { p, code, inputs: [&near_zero, &ones, &ones], dtypes: [F32; 4] }, relative).await;
     }
 }
 
@@ -159,30 +103,10 @@ async fn powers_of_negative_numbers_and_zero_are_defined(gpu: &Gpu) {
     let bases: Vec<f32> = (-6..=6).flat_map(|i| [i as f32 * 0.75; 7]).collect();
     let exponents: Vec<f32> = (0..91).map(|i| [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0][i % 7]).collect();
     let p = dense(&[91]);
-    check(
-        gpu,
-        &Case {
-            p,
-            code: op::POW,
-            inputs: [&bases, &exponents, &bases],
-            dtypes: [F32; 4],
-        },
-        STRICT,
-    )
-    .await;
+    check(gpu, &Case { p, code: op::POW, inputs: [&bases, &exponents, &bases], dtypes: [F32; 4] }, STRICT).await;
     let negative: Vec<f32> = exponents.iter().map(|y| -y).collect();
     let bases: Vec<f32> = bases.iter().map(|x| x + 0.25).collect();
-    check(
-        gpu,
-        &Case {
-            p,
-            code: op::POW,
-            inputs: [&bases, &negative, &bases],
-            dtypes: [F32; 4],
-        },
-        STRICT,
-    )
-    .await;
+    check(gpu, &Case { p, code: op::POW, inputs: [&bases, &negative, &bases], dtypes: [F32; 4] }, STRICT).await;
 }
 
 async fn sizes_that_fit_no_tile_are_written_to_their_last_element(gpu: &Gpu) {
@@ -190,12 +114,7 @@ async fn sizes_that_fit_no_tile_are_written_to_their_last_element(gpu: &Gpu) {
     for n in [1, 3, 31, 33, 65, 127, 1023, 1025, 5003] {
         let (a, b) = (random.units(n as usize), random.units(n as usize));
         for (out, tolerance) in [(F32, STRICT), (F16, HALF), (BF16, BRAIN)] {
-            let case = Case {
-                p: dense(&[n]),
-                code: op::ADD,
-                inputs: [&a, &b, &a],
-                dtypes: [F32, F16, F32, out],
-            };
+            let case = Case { p: dense(&[n]), code: op::ADD, inputs: [&a, &b, &a], dtypes: [F32, F16, F32, out] };
             check(gpu, &case, tolerance).await;
         }
     }
@@ -214,37 +133,11 @@ async fn ranks_zero_to_six_broadcast_in_every_dimension(gpu: &Gpu) {
             let mut stride = row_major(&small);
             stride[broadcast] = 0;
             let b = random.units(small.iter().product::<u32>() as usize);
-            let p = Params {
-                b_stride: dims(&stride).unwrap(),
-                ..dense(shape)
-            };
-            check(
-                gpu,
-                &Case {
-                    p,
-                    code: op::MUL,
-                    inputs: [&a, &b, &a],
-                    dtypes: [F32, BF16, F32, F32],
-                },
-                STRICT,
-            )
-            .await;
+            let p = Params { b_stride: dims(&stride).unwrap(), ..dense(shape) };
+            check(gpu, &Case { p, code: op::MUL, inputs: [&a, &b, &a], dtypes: [F32, BF16, F32, F32] }, STRICT).await;
         }
-        let p = Params {
-            b_stride: [[0; 4]; 2],
-            ..dense(shape)
-        };
-        check(
-            gpu,
-            &Case {
-                p,
-                code: op::SUB,
-                inputs: [&a, &[0.25], &a],
-                dtypes: [F32; 4],
-            },
-            STRICT,
-        )
-        .await;
+        let p = Params { b_stride: [[0; 4]; 2], ..dense(shape) };
+        check(gpu, &Case { p, code: op::SUB, inputs: [&a, &[0.25], &a], dtypes: [F32; 4] }, STRICT).await;
     }
 }
 
@@ -253,23 +146,12 @@ async fn a_copy_transposes_and_slices(gpu: &Gpu) {
     let source = random.units(7 * 9 * 4);
     let other = [0.0];
     // [9, 4, 7] from [7, 9, 4], and rows 2.. of it in steps of two.
-    let turned = Params {
-        a_stride: dims(&[4, 1, 36]).unwrap(),
-        ..dense(&[9, 4, 7])
-    };
-    let sliced = Params {
-        a_off: 2 * 36 + 1,
-        a_stride: dims(&[72, 8, 1]).unwrap(),
-        ..dense(&[3, 4, 2])
-    };
+    let turned = Params { a_stride: dims(&[4, 1, 36]).unwrap(), ..dense(&[9, 4, 7]) };
+    let sliced = Params { a_off: 2 * 36 + 1, a_stride: dims(&[72, 8, 1]).unwrap(), ..dense(&[3, 4, 2]) };
     for p in [turned, sliced] {
         for dtypes in [[F32, F32], [F16, F32], [F32, BF16], [BF16, BF16]] {
-            let case = Case {
-                p,
-                code: op::COPY,
-                inputs: [&source, &other, &other],
-                dtypes: [dtypes[0], F32, F32, dtypes[1]],
-            };
+            let case =
+                Case { p, code: op::COPY, inputs: [&source, &other, &other], dtypes: [dtypes[0], F32, F32, dtypes[1]] };
             let tolerance = if dtypes == [F32, BF16] { BRAIN } else { EXACT };
             check(gpu, &case, tolerance).await;
         }
@@ -287,20 +169,9 @@ async fn two_tensors_are_joined_along_any_dimension(gpu: &Gpu) {
         let (a_stride, b_stride) = (dims(&row_major(&left)).unwrap(), dims(&row_major(&right)).unwrap());
         let split = left[axis];
         left[axis] += right[axis];
-        let p = Params {
-            axis: axis as u32,
-            split,
-            a_stride,
-            b_stride,
-            ..dense(&left)
-        };
+        let p = Params { axis: axis as u32, split, a_stride, b_stride, ..dense(&left) };
         for dtype in [F32, BF16] {
-            let case = Case {
-                p,
-                code: op::CONCAT2,
-                inputs: [&a, &b, &a],
-                dtypes: [dtype, dtype, F32, dtype],
-            };
+            let case = Case { p, code: op::CONCAT2, inputs: [&a, &b, &a], dtypes: [dtype, dtype, F32, dtype] };
             check(gpu, &case, ROUND).await;
         }
     }
@@ -311,20 +182,10 @@ async fn every_bf16_is_decoded_and_encoded_by_the_bit(gpu: &Gpu) {
     let all: Vec<u32> = (0..32_768u32).map(|i| (2 * i) | ((2 * i + 1) << 16)).collect();
     let p = dense(&[65_536]);
     let wide = cast(gpu, &p, &all, BF16, F32).await;
-    same_words(
-        "bf16 to f32",
-        &wide,
-        &(0..65_536u32).map(|i| i << 16).collect::<Vec<_>>(),
-    );
+    same_words("bf16 to f32", &wide, &(0..65_536u32).map(|i| i << 16).collect::<Vec<_>>());
     let back = cast(gpu, &p, &wide, F32, BF16).await;
     let quiet = |h: u32| if h & 0x7fff > 0x7f80 { h | 0x40 } else { h };
-    same_words(
-        "f32 to bf16",
-        &back,
-        &all.iter()
-            .map(|w| quiet(w & 0xffff) | quiet(w >> 16) << 16)
-            .collect::<Vec<_>>(),
-    );
+    same_words("f32 to bf16", &back, &all.iter().map(|w| quiet(w & 0xffff) | quiet(w >> 16) << 16).collect::<Vec<_>>());
     same_words("bf16 to bf16", &cast(gpu, &p, &all, BF16, BF16).await, &all);
 }
 
@@ -343,13 +204,7 @@ async fn every_f16_is_decoded_and_encoded_by_the_bit(gpu: &Gpu) {
     same_words("f16 to f32", &wide, &(0..65_536).map(exact).collect::<Vec<_>>());
     let back = cast(gpu, &p, &wide, F32, F16).await;
     let quiet = |h: u32| if h & 0x7fff > 0x7c00 { h | 0x200 } else { h };
-    same_words(
-        "f32 to f16",
-        &back,
-        &all.iter()
-            .map(|w| quiet(w & 0xffff) | quiet(w >> 16) << 16)
-            .collect::<Vec<_>>(),
-    );
+    same_words("f32 to f16", &back, &all.iter().map(|w| quiet(w & 0xffff) | quiet(w >> 16) << 16).collect::<Vec<_>>());
 }
 
 async fn narrowing_rounds_to_nearest_even(gpu: &Gpu) {
@@ -425,37 +280,17 @@ async fn integers_are_cast_to_floats_and_back(gpu: &Gpu) {
     let values: Vec<f32> = (-60..67).map(|i| i as f32).collect();
     let bytes: Vec<f32> = (0..127).map(|i| i as f32 * 2.0).collect();
     let p = dense(&[127]);
-    for (from, to) in [
-        (I32, F32),
-        (F32, I32),
-        (I64, I32),
-        (I64, F32),
-        (U8, F32),
-        (U8, I32),
-        (I32, F16),
-    ] {
+    for (from, to) in [(I32, F32), (F32, I32), (I64, I32), (I64, F32), (U8, F32), (U8, I32), (I32, F16)] {
         let source = if from == U8 { &bytes } else { &values };
-        let case = Case {
-            p,
-            code: op::COPY,
-            inputs: [source, source, source],
-            dtypes: [from, F32, F32, to],
-        };
+        let case = Case { p, code: op::COPY, inputs: [source, source, source], dtypes: [from, F32, F32, to] };
         check(gpu, &case, EXACT).await;
     }
 }
 
 async fn fill_writes_every_word_and_none_more(gpu: &Gpu) {
     for n in [1, 255, 1024, 1025, 5000] {
-        let p = fill::Params {
-            groups: u32::div_ceil(n, 1024),
-            words: n,
-            value: 0x7f80_0001,
-            ..Default::default()
-        };
-        let got = gpu
-            .run_every_way(&fill::SHADER, &[], &p, &[Buf::Fresh(n as usize)])
-            .await;
+        let p = fill::Params { groups: u32::div_ceil(n, 1024), words: n, value: 0x7f80_0001, ..Default::default() };
+        let got = gpu.run_every_way(&fill::SHADER, &[], &p, &[Buf::Fresh(n as usize)]).await;
         let mut want = vec![0; n as usize];
         cpu::fill(&p, &mut want);
         same_words("fill", &got[0], &want);
@@ -472,14 +307,7 @@ async fn a_device_scalar_is_spread_with_its_factor(gpu: &Gpu) {
             scale: 1.0 / n as f32,
             ..Default::default()
         };
-        let got = gpu
-            .run_every_way(
-                &fill_from::SHADER,
-                &[],
-                &p,
-                &[Buf::In(&words(&s)), Buf::Fresh(n as usize)],
-            )
-            .await;
+        let got = gpu.run_every_way(&fill_from::SHADER, &[], &p, &[Buf::In(&words(&s)), Buf::Fresh(n as usize)]).await;
         let mut want = vec![0.0; n as usize];
         cpu::fill_from(&p, &doubles(&s), &mut want);
         near("fill_from", &floats(&got[0]), &want, STRICT);

@@ -23,25 +23,14 @@ fn id_words(ids: &[i32]) -> Vec<u32> {
 }
 
 async fn rows_are_gathered_in_any_dtype_and_ids_outside_give_zeros(gpu: &Gpu) {
-    for (i, (t, d, rows)) in [(1, 1, 1), (3, 31, 7), (33, 65, 5), (127, 33, 65)]
-        .into_iter()
-        .enumerate()
-    {
+    for (i, (t, d, rows)) in [(1, 1, 1), (3, 31, 7), (33, 65, 5), (127, 33, 65)].into_iter().enumerate() {
         for dtype in [F32, F16, BF16] {
             let mut random = Random::new(i as u64);
             let table = through(&random.units((rows * d + 3) as usize), dtype);
             let ids = some_ids(&mut random, t + 2, 10, rows);
             let groups = (t * d).div_ceil(1024);
-            let p = gather::Params {
-                groups,
-                t,
-                d,
-                rows,
-                first_row: 10,
-                ids_off: 2,
-                table_off: 3,
-                ..Default::default()
-            };
+            let p =
+                gather::Params { groups, t, d, rows, first_row: 10, ids_off: 2, table_off: 3, ..Default::default() };
             let size = (t * d) as usize;
             let encoded = encode(&table, dtype);
             let overrides = [("TABLE_DTYPE", dtype)];
@@ -61,10 +50,7 @@ async fn rows_are_gathered_in_any_dtype_and_ids_outside_give_zeros(gpu: &Gpu) {
 }
 
 async fn the_gradient_of_gather_adds_rows_in_order(gpu: &Gpu) {
-    for (i, (t, d, rows)) in [(1, 1, 1), (31, 3, 7), (65, 300, 3), (127, 33, 65)]
-        .into_iter()
-        .enumerate()
-    {
+    for (i, (t, d, rows)) in [(1, 1, 1), (31, 3, 7), (65, 300, 3), (127, 33, 65)].into_iter().enumerate() {
         let mut random = Random::new(10 + i as u64);
         // Every other case begins at row 0 and at zero.
         let (first_row, carry) = (4 * (i as u32 % 2), i as u32 % 2);
@@ -72,21 +58,8 @@ async fn the_gradient_of_gather_adds_rows_in_order(gpu: &Gpu) {
         let dy = random.units((t * d) as usize);
         let stored = random.units((rows * d + 1) as usize);
         let groups = rows * d.div_ceil(256);
-        let p = gather_grad::Params {
-            groups,
-            t,
-            d,
-            rows,
-            first_row,
-            out_off: 1,
-            carry,
-            ..Default::default()
-        };
-        let bufs = [
-            Buf::In(&id_words(&ids)),
-            Buf::In(&words(&dy)),
-            Buf::InOut(&words(&stored)),
-        ];
+        let p = gather_grad::Params { groups, t, d, rows, first_row, out_off: 1, carry, ..Default::default() };
+        let bufs = [Buf::In(&id_words(&ids)), Buf::In(&words(&dy)), Buf::InOut(&words(&stored))];
         let got = gpu.run_every_way(&gather_grad::SHADER, &[], &p, &bufs).await;
         let mut want = stored.clone();
         cpu::gather_grad(&p, &ids, &dy, &mut want);
@@ -131,24 +104,14 @@ async fn a_tensor_is_placed_into_a_view_and_leaves_the_rest(gpu: &Gpu) {
 }
 
 async fn rotary_embedding_equals_its_twin_and_turns_back(gpu: &Gpu) {
-    for (i, (b, t, h, d, half)) in [
-        (1u32, 1, 1, 2, 1),
-        (2, 3, 4, 8, 4),
-        (1, 31, 2, 65, 16),
-        (3, 5, 1, 127, 63),
-    ]
-    .into_iter()
-    .enumerate()
+    for (i, (b, t, h, d, half)) in
+        [(1u32, 1, 1, 2, 1), (2, 3, 4, 8, 4), (1, 31, 2, 65, 16), (3, 5, 1, 127, 63)].into_iter().enumerate()
     {
         for interleaved in [0, 1] {
             let mut random = Random::new(30 + i as u64);
             let x = random.units((b * t * h * d) as usize);
             // Two positions ahead, and positions of its own for each batch row.
-            let angles: Vec<f32> = random
-                .units(((b * t + 2) * half) as usize)
-                .iter()
-                .map(|a| 3.0 * a)
-                .collect();
+            let angles: Vec<f32> = random.units(((b * t + 2) * half) as usize).iter().map(|a| 3.0 * a).collect();
             let (cosines, sines): (Vec<f32>, Vec<f32>) = angles.iter().map(|a| (a.cos(), a.sin())).unzip();
             let forward = rope::Params {
                 groups: u32::div_ceil(b * t * h * d, 1024),
@@ -172,12 +135,7 @@ async fn rotary_embedding_equals_its_twin_and_turns_back(gpu: &Gpu) {
             let tables = [words(&cosines), words(&sines)];
             let overrides = [("INTERLEAVED", interleaved)];
             let run = async |p: &rope::Params, x: &[u32]| {
-                let bufs = [
-                    Buf::In(x),
-                    Buf::In(&tables[0]),
-                    Buf::In(&tables[1]),
-                    Buf::Fresh(x.len()),
-                ];
+                let bufs = [Buf::In(x), Buf::In(&tables[0]), Buf::In(&tables[1]), Buf::Fresh(x.len())];
                 gpu.run_every_way(&rope::SHADER, &overrides, p, &bufs).await.remove(0)
             };
             let got = run(&forward, &words(&x)).await;
@@ -196,12 +154,7 @@ async fn rotary_embedding_equals_its_twin_and_turns_back(gpu: &Gpu) {
                 y_h: forward.x_h,
                 ..forward
             };
-            near(
-                &format!("rope back {d}"),
-                &floats(&run(&back, &got).await),
-                &doubles(&x),
-                STRICT,
-            );
+            near(&format!("rope back {d}"), &floats(&run(&back, &got).await), &doubles(&x), STRICT);
         }
     }
 }

@@ -28,11 +28,7 @@ async fn stats_of(gpu: &Gpu, logits: &[f32], labels: &[i32], vocabulary: u32, bl
             block.extend_from_slice(&logits[at..at + *width as usize]);
             block.push(f32::NAN);
         }
-        let last = if first == 0 {
-            Buf::Fresh(3 * rows as usize)
-        } else {
-            Buf::InOut(&stats)
-        };
+        let last = if first == 0 { Buf::Fresh(3 * rows as usize) } else { Buf::InOut(&stats) };
         let bufs = [Buf::In(&words(&block)), Buf::In(&label_words), last];
         let got = gpu.run_every_way(&ce_lse::SHADER, &[], &p, &bufs).await.remove(0);
         stats = got;
@@ -43,43 +39,21 @@ async fn stats_of(gpu: &Gpu, logits: &[f32], labels: &[i32], vocabulary: u32, bl
 }
 
 async fn losses_and_gradients_equal_twin_and_textbook(gpu: &Gpu) {
-    for (i, (rows, vocabulary)) in [(1, 1), (600, 7), (3, 31), (2, 1023), (5, 1025), (3, 2500), (2, 4096)]
-        .into_iter()
-        .enumerate()
+    for (i, (rows, vocabulary)) in
+        [(1, 1), (600, 7), (3, 31), (2, 1023), (5, 1025), (3, 2500), (2, 4096)].into_iter().enumerate()
     {
         let mut random = Random::new(i as u64);
-        let logits: Vec<f32> = random
-            .units((rows * vocabulary) as usize)
-            .iter()
-            .map(|x| 8.0 * x)
-            .collect();
-        let labels: Vec<i32> = (0..rows)
-            .map(|r| {
-                if r % 3 == 2 {
-                    -100
-                } else {
-                    random.below(vocabulary) as i32
-                }
-            })
-            .collect();
+        let logits: Vec<f32> = random.units((rows * vocabulary) as usize).iter().map(|x| 8.0 * x).collect();
+        let labels: Vec<i32> =
+            (0..rows).map(|r| if r % 3 == 2 { -100 } else { random.below(vocabulary) as i32 }).collect();
         let label_words: Vec<u32> = labels.iter().map(|l| *l as u32).collect();
         let stats = stats_of(gpu, &logits, &labels, vocabulary, &[vocabulary]).await;
-        let p = ce_lse::Params {
-            rows,
-            width: vocabulary,
-            stride: vocabulary,
-            start: 1,
-            ..Default::default()
-        };
+        let p = ce_lse::Params { rows, width: vocabulary, stride: vocabulary, start: 1, ..Default::default() };
         let mut want = vec![0.0; 3 * rows as usize];
         cpu::ce_lse(&p, &doubles(&logits), &labels, &mut want);
         near("stats", &floats(&stats), &want, STRICT);
 
-        let p = ce_loss::Params {
-            groups: rows.div_ceil(256),
-            rows,
-            ..Default::default()
-        };
+        let p = ce_loss::Params { groups: rows.div_ceil(256), rows, ..Default::default() };
         let bufs = [Buf::In(&stats), Buf::In(&label_words), Buf::Fresh(rows as usize)];
         let loss = gpu.run_every_way(&ce_loss::SHADER, &[], &p, &bufs).await.remove(0);
         let mut twin = vec![0.0; rows as usize];
@@ -89,11 +63,7 @@ async fn losses_and_gradients_equal_twin_and_textbook(gpu: &Gpu) {
             .map(|r| {
                 let row = &logits[r * vocabulary as usize..][..vocabulary as usize];
                 let total: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
-                if labels[r] < 0 {
-                    0.0
-                } else {
-                    total.ln() - f64::from(row[labels[r] as usize])
-                }
+                if labels[r] < 0 { 0.0 } else { total.ln() - f64::from(row[labels[r] as usize]) }
             })
             .collect();
         near("textbook", &floats(&loss), &textbook, STRICT);
@@ -128,11 +98,7 @@ async fn a_vocabulary_in_pieces_has_the_bits_of_the_whole(gpu: &Gpu) {
     let logits: Vec<f32> = random.units(rows * vocabulary).iter().map(|x| 10.0 * x).collect();
     let labels = [4499, -100, 2047];
     let whole = stats_of(gpu, &logits, &labels, 4500, &[4500]).await;
-    for blocks in [
-        vec![1024, 2048, 1428],
-        vec![2048, 2452],
-        vec![1024, 1024, 1024, 1024, 404],
-    ] {
+    for blocks in [vec![1024, 2048, 1428], vec![2048, 2452], vec![1024, 1024, 1024, 1024, 404]] {
         let cut = stats_of(gpu, &logits, &labels, 4500, &blocks).await;
         same_words(&format!("{blocks:?}"), &cut, &whole);
     }
@@ -161,34 +127,19 @@ async fn the_gradient_of_a_block_is_that_part_of_the_whole(gpu: &Gpu) {
     let stats = stats_of(gpu, &logits, &labels, vocabulary, &[vocabulary]).await;
     let dloss = words(&[1.0, 0.25]);
     let run = async |first: u32, width: u32| {
-        let block: Vec<f32> = (0..rows)
-            .flat_map(|r| logits[(r * vocabulary + first) as usize..][..width as usize].to_vec())
-            .collect();
+        let block: Vec<f32> =
+            (0..rows).flat_map(|r| logits[(r * vocabulary + first) as usize..][..width as usize].to_vec()).collect();
         let groups = rows * width.div_ceil(1024);
-        let p = ce_grad::Params {
-            groups,
-            rows,
-            width,
-            first,
-            stride: width,
-            scale: 1.0,
-            ..Default::default()
-        };
-        let bufs = [
-            Buf::In(&words(&block)),
-            Buf::In(&stats),
-            Buf::In(&label_words),
-            Buf::In(&dloss),
-            Buf::Fresh(block.len()),
-        ];
+        let p = ce_grad::Params { groups, rows, width, first, stride: width, scale: 1.0, ..Default::default() };
+        let bufs =
+            [Buf::In(&words(&block)), Buf::In(&stats), Buf::In(&label_words), Buf::In(&dloss), Buf::Fresh(block.len())];
         gpu.run_every_way(&ce_grad::SHADER, &[], &p, &bufs).await.remove(0)
     };
     let whole = run(0, vocabulary).await;
     for (first, width) in [(0, 1024), (1024, 1024), (2048, 452)] {
         let part = run(first, width).await;
-        let want: Vec<u32> = (0..rows)
-            .flat_map(|r| whole[(r * vocabulary + first) as usize..][..width as usize].to_vec())
-            .collect();
+        let want: Vec<u32> =
+            (0..rows).flat_map(|r| whole[(r * vocabulary + first) as usize..][..width as usize].to_vec()).collect();
         same_words(&format!("block at {first}"), &part, &want);
     }
 }
@@ -231,21 +182,11 @@ async fn a_block_of_tokens_writes_its_own_rows_with_the_bits_of_all(gpu: &Gpu) {
             ..Default::default()
         };
         let stats = Buf::In(&whole);
-        let bufs = [
-            Buf::In(block),
-            stats,
-            Buf::In(&label_words),
-            Buf::In(&dloss),
-            Buf::Fresh(block.len()),
-        ];
+        let bufs = [Buf::In(block), stats, Buf::In(&label_words), Buf::In(&dloss), Buf::Fresh(block.len())];
         gpu.run_every_way(&ce_grad::SHADER, &[], &p, &bufs).await.remove(0)
     };
     let all = gradient(0, &words(&logits)).await;
-    same_words(
-        "gradient",
-        &gradient(first_row, &block).await,
-        &all[(first_row * vocabulary) as usize..],
-    );
+    same_words("gradient", &gradient(first_row, &block).await, &all[(first_row * vocabulary) as usize..]);
 }
 
 gpu_tests!(

@@ -46,19 +46,10 @@ fn data(p: &Params, seed: u64) -> Data {
     let mut random = Random::new(seed);
     let last = |off: u32, dims: &[(u32, u32)]| (off + dims.iter().map(|(n, s)| (n - 1) * s).sum::<u32>() + 1) as usize;
     Data {
-        a: random.units(last(
-            p.a_off,
-            &[(p.b0, p.a_b0), (p.b1, p.a_b1), (p.m, p.a_m), (p.k, p.a_k)],
-        )),
-        b: random.units(last(
-            p.b_off,
-            &[(p.b0, p.bb0), (p.b1, p.bb1), (p.k, p.b_k), (p.n, p.b_n)],
-        )),
+        a: random.units(last(p.a_off, &[(p.b0, p.a_b0), (p.b1, p.a_b1), (p.m, p.a_m), (p.k, p.a_k)])),
+        b: random.units(last(p.b_off, &[(p.b0, p.bb0), (p.b1, p.bb1), (p.k, p.b_k), (p.n, p.b_n)])),
         bias: random.units((p.bias_off + p.n) as usize),
-        c: random.units(last(
-            p.c_off,
-            &[(p.b0, p.c_b0), (p.b1, p.c_b1), (p.m, p.c_m), (p.n, p.c_n)],
-        )),
+        c: random.units(last(p.c_off, &[(p.b0, p.c_b0), (p.b1, p.c_b1), (p.m, p.c_m), (p.n, p.c_n)])),
     }
 }
 
@@ -68,26 +59,11 @@ async fn check(gpu: &Gpu, p: &Params, dtypes: [u32; 3], seed: u64) {
     d.a = through(&d.a, dtypes[0]);
     d.b = through(&d.b, dtypes[1]);
     d.bias = through(&d.bias, dtypes[2]);
-    let overrides = [
-        ("A_DTYPE", dtypes[0]),
-        ("B_DTYPE", dtypes[1]),
-        ("BIAS_DTYPE", dtypes[2]),
-    ];
-    let (a, b, bias) = (
-        encode(&d.a, dtypes[0]),
-        encode(&d.b, dtypes[1]),
-        encode(&d.bias, dtypes[2]),
-    );
+    let overrides = [("A_DTYPE", dtypes[0]), ("B_DTYPE", dtypes[1]), ("BIAS_DTYPE", dtypes[2])];
+    let (a, b, bias) = (encode(&d.a, dtypes[0]), encode(&d.b, dtypes[1]), encode(&d.bias, dtypes[2]));
     let c = words(&d.c);
     let bias_buf = if p.has_bias == 1 { Buf::In(&bias) } else { Buf::Same(1) };
-    let got = gpu
-        .run_every_way(
-            &SHADER,
-            &overrides,
-            p,
-            &[Buf::In(&a), Buf::In(&b), bias_buf, Buf::InOut(&c)],
-        )
-        .await;
+    let got = gpu.run_every_way(&SHADER, &overrides, p, &[Buf::In(&a), Buf::In(&b), bias_buf, Buf::InOut(&c)]).await;
 
     let what = format!("matmul {p:?} {dtypes:?}");
     let mut want = doubles(&d.c);
@@ -105,12 +81,7 @@ async fn check(gpu: &Gpu, p: &Params, dtypes: [u32; 3], seed: u64) {
 fn rounded_twice(p: &Params, d: &Data) -> Vec<f32> {
     let mut c = d.c.clone();
     for at in 0..p.b0 * p.b1 * p.m * p.n {
-        let (i0, i1, row, col) = (
-            at / (p.b1 * p.m * p.n),
-            at / (p.m * p.n) % p.b1,
-            at / p.n % p.m,
-            at % p.n,
-        );
+        let (i0, i1, row, col) = (at / (p.b1 * p.m * p.n), at / (p.m * p.n) % p.b1, at / p.n % p.m, at % p.n);
         let slot = &mut c[(p.c_off + i0 * p.c_b0 + i1 * p.c_b1 + row * p.c_m + col * p.c_n) as usize];
         let mut acc = if p.carry == 1 { *slot } else { 0.0 };
         for k in 0..p.k {
@@ -126,57 +97,26 @@ fn rounded_twice(p: &Params, d: &Data) -> Vec<f32> {
 }
 
 async fn matmul_equals_its_twin_at_ragged_shapes(gpu: &Gpu) {
-    for (i, (m, n, k)) in [
-        (1, 1, 1),
-        (1, 3, 31),
-        (3, 1, 33),
-        (31, 33, 65),
-        (33, 31, 3),
-        (65, 127, 1),
-        (127, 65, 129),
-    ]
-    .into_iter()
-    .enumerate()
+    for (i, (m, n, k)) in [(1, 1, 1), (1, 3, 31), (3, 1, 33), (31, 33, 65), (33, 31, 3), (65, 127, 1), (127, 65, 129)]
+        .into_iter()
+        .enumerate()
     {
         check(gpu, &dense(1, 1, m, n, k), [F32; 3], i as u64).await;
     }
 }
 
 async fn weights_and_bias_are_read_in_their_own_dtype_at_odd_counts(gpu: &Gpu) {
-    for (i, dtypes) in [[F32, F16, BF16], [F32, BF16, F16], [BF16, F32, F32], [F16, BF16, BF16]]
-        .into_iter()
-        .enumerate()
+    for (i, dtypes) in [[F32, F16, BF16], [F32, BF16, F16], [BF16, F32, F32], [F16, BF16, BF16]].into_iter().enumerate()
     {
-        let p = Params {
-            has_bias: 1,
-            alpha: 0.75,
-            ..dense(1, 1, 33, 65, 31)
-        };
+        let p = Params { has_bias: 1, alpha: 0.75, ..dense(1, 1, 33, 65, 31) };
         check(gpu, &p, dtypes, 20 + i as u64).await;
         // Scaled and carried, without a bias.
-        check(
-            gpu,
-            &Params {
-                has_bias: 0,
-                carry: 1,
-                ..p
-            },
-            dtypes,
-            25 + i as u64,
-        )
-        .await;
+        check(gpu, &Params { has_bias: 0, carry: 1, ..p }, dtypes, 25 + i as u64).await;
     }
 }
 
 async fn offsets_may_be_odd_in_half_width_weights(gpu: &Gpu) {
-    let p = Params {
-        a_off: 3,
-        b_off: 5,
-        bias_off: 7,
-        c_off: 2,
-        has_bias: 1,
-        ..dense(1, 1, 5, 7, 9)
-    };
+    let p = Params { a_off: 3, b_off: 5, bias_off: 7, c_off: 2, has_bias: 1, ..dense(1, 1, 5, 7, 9) };
     check(gpu, &p, [F16, BF16, F16], 30).await;
 }
 
@@ -199,53 +139,27 @@ async fn every_transposed_form_is_the_same_kernel(gpu: &Gpu) {
 
 async fn batches_are_strided_and_grouped_heads_are_a_stride_of_zero(gpu: &Gpu) {
     check(gpu, &dense(2, 3, 33, 5, 7), [F32; 3], 50).await;
-    let p = Params {
-        bb0: 0,
-        bb1: 0,
-        ..dense(3, 2, 4, 33, 5)
-    };
+    let p = Params { bb0: 0, bb1: 0, ..dense(3, 2, 4, 33, 5) };
     check(gpu, &p, [F32, F16, F32], 51).await;
 }
 
 async fn a_sum_may_be_empty(gpu: &Gpu) {
-    let p = Params {
-        has_bias: 1,
-        ..dense(1, 1, 3, 5, 1)
-    };
+    let p = Params { has_bias: 1, ..dense(1, 1, 3, 5, 1) };
     let mut d = data(&p, 60);
     let empty = Params { k: 0, ..p };
     let (a, b, bias) = (words(&d.a), words(&d.b), words(&d.bias));
-    let got = gpu
-        .run(
-            &SHADER,
-            &[],
-            &empty,
-            &[Buf::In(&a), Buf::In(&b), Buf::In(&bias), Buf::Fresh(15)],
-            Launch::Whole,
-        )
-        .await;
+    let got =
+        gpu.run(&SHADER, &[], &empty, &[Buf::In(&a), Buf::In(&b), Buf::In(&bias), Buf::Fresh(15)], Launch::Whole).await;
     cpu::matmul(&empty, &d.a, &d.b, &d.bias, &mut d.c);
     same_words("empty sum", &got[0], &words(&d.c));
 }
 
 async fn a_sum_cut_along_k_and_carried_has_the_bits_of_the_whole(gpu: &Gpu) {
-    let whole = Params {
-        has_bias: 1,
-        alpha: 0.5,
-        ..dense(1, 1, 65, 33, 127)
-    };
+    let whole = Params { has_bias: 1, alpha: 0.5, ..dense(1, 1, 65, 33, 127) };
     let d = data(&whole, 70);
     let (a, b, bias) = (words(&d.a), words(&d.b), words(&d.bias));
     let run = async |p: Params, c: Buf<'_>| {
-        gpu.run(
-            &SHADER,
-            &[],
-            &p,
-            &[Buf::In(&a), Buf::In(&b), Buf::In(&bias), c],
-            Launch::Whole,
-        )
-        .await
-        .remove(0)
+        gpu.run(&SHADER, &[], &p, &[Buf::In(&a), Buf::In(&b), Buf::In(&bias), c], Launch::Whole).await.remove(0)
     };
     let want = run(whole, Buf::Fresh(d.c.len())).await;
     let mut c = Vec::new();

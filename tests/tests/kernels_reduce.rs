@@ -11,10 +11,7 @@ use ebbtide_tests::kernel::{Buf, EXACT, Gpu, Random, STRICT, doubles, encode, fl
 fn over(shape: &[u32], reduced: &[usize]) -> Params {
     let stride: Vec<u32> = (0..shape.len()).map(|d| shape[d + 1..].iter().product()).collect();
     let pick = |of: &[u32], want: bool| -> Vec<u32> {
-        (0..shape.len())
-            .filter(|d| reduced.contains(d) == want)
-            .map(|d| of[d])
-            .collect()
+        (0..shape.len()).filter(|d| reduced.contains(d) == want).map(|d| of[d]).collect()
     };
     let (kept, red) = (pick(shape, false), pick(shape, true));
     let count = red.iter().product::<u32>();
@@ -41,11 +38,7 @@ async fn check(gpu: &Gpu, p: &Params, op: u32, values: &[f32], dtype: u32) {
     let bufs = [Buf::In(&encoded), Buf::Fresh(p.outputs as usize)];
     let tolerance = if op == SUM || op == MEAN { STRICT } else { EXACT };
     let read = |words: &[u32]| {
-        if op == ARGMAX {
-            words.iter().map(|w| *w as f32).collect()
-        } else {
-            floats(words)
-        }
+        if op == ARGMAX { words.iter().map(|w| *w as f32).collect() } else { floats(words) }
     };
 
     let got = gpu.run_every_way(&SHADER, &overrides, p, &bufs).await;
@@ -54,13 +47,8 @@ async fn check(gpu: &Gpu, p: &Params, op: u32, values: &[f32], dtype: u32) {
     near(&format!("reduce {op} {p:?}"), &read(&got[0]), &want, tolerance);
 
     if p.count <= 32 {
-        let small = reduce_small::Params {
-            groups: p.outputs.div_ceil(256),
-            ..bytemuck::cast(*p)
-        };
-        let got = gpu
-            .run_every_way(&reduce_small::SHADER, &overrides, &small, &bufs)
-            .await;
+        let small = reduce_small::Params { groups: p.outputs.div_ceil(256), ..bytemuck::cast(*p) };
+        let got = gpu.run_every_way(&reduce_small::SHADER, &overrides, &small, &bufs).await;
         cpu::reduce_small(&small, op, &doubles(&seen), &mut want);
         near(&format!("reduce_small {op} {p:?}"), &read(&got[0]), &want, tolerance);
     }
@@ -140,14 +128,7 @@ async fn ties_go_to_the_lowest_index_and_all_may_be_negative(gpu: &Gpu) {
             }
         }
         check(gpu, &over(&[2, count as u32], &[1]), ARGMAX, &values, F32).await;
-        check(
-            gpu,
-            &over(&[2, count as u32], &[1]),
-            MAX,
-            &vec![f32::NEG_INFINITY; 2 * count],
-            F32,
-        )
-        .await;
+        check(gpu, &over(&[2, count as u32], &[1]), MAX, &vec![f32::NEG_INFINITY; 2 * count], F32).await;
     }
 }
 

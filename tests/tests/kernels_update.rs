@@ -11,30 +11,16 @@ async fn a_global_norm_is_summed_in_fixed_blocks_and_clips(gpu: &Gpu) {
         // More behind and before than is summed.
         let x = random.units(n as usize + 4);
         let blocks = u32::div_ceil(n, 1024);
-        let p = sumsq::Params {
-            groups: blocks,
-            n,
-            x_off: 3,
-            out_off: 2,
-            ..Default::default()
-        };
+        let p = sumsq::Params { groups: blocks, n, x_off: 3, out_off: 2, ..Default::default() };
         let before = vec![7u32; blocks as usize + 2];
-        let got = gpu
-            .run_every_way(&sumsq::SHADER, &[], &p, &[Buf::In(&words(&x)), Buf::InOut(&before)])
-            .await;
+        let got = gpu.run_every_way(&sumsq::SHADER, &[], &p, &[Buf::In(&words(&x)), Buf::InOut(&before)]).await;
         let mut want = vec![0.0; blocks as usize + 2];
         cpu::sumsq(&p, &doubles(&x), &mut want);
         assert_eq!(got[0][..2], [7, 7], "partials of other arrays are left alone");
         near("sumsq", &floats(&got[0][2..]), &want[2..], STRICT);
 
         for (max_norm, scale) in [(0.0, 1.0), (0.5, 1.0), (1e9, 0.25), (0.5, 0.25)] {
-            let p = clip_scale::Params {
-                groups: 1,
-                count: blocks,
-                max_norm,
-                scale,
-                ..Default::default()
-            };
+            let p = clip_scale::Params { groups: 1, count: blocks, max_norm, scale, ..Default::default() };
             let bufs = [Buf::In(&got[0][2..]), Buf::InOut(&[0, 0, 0])];
             let control = gpu.run_every_way(&clip_scale::SHADER, &[], &p, &bufs).await.remove(0);
             let (factor, norm) = cpu::clip_scale(&p, &want[2..]);
@@ -47,13 +33,7 @@ async fn a_global_norm_is_summed_in_fixed_blocks_and_clips(gpu: &Gpu) {
 
 async fn a_norm_that_overflows_sets_the_word(gpu: &Gpu) {
     for partials in [[1.0, f32::INFINITY], [f32::NAN, 1.0], [3e38, 3e38]] {
-        let p = clip_scale::Params {
-            groups: 1,
-            count: 2,
-            max_norm: 1.0,
-            scale: 1.0,
-            ..Default::default()
-        };
+        let p = clip_scale::Params { groups: 1, count: 2, max_norm: 1.0, scale: 1.0, ..Default::default() };
         let bufs = [Buf::In(&words(&partials)), Buf::InOut(&[4, 0, 0])];
         let control = gpu.run_every_way(&clip_scale::SHADER, &[], &p, &bufs).await.remove(0);
         assert_eq!(control[0], 5, "{partials:?} sets bit 0 and keeps the others");
@@ -67,14 +47,7 @@ async fn anything_that_is_not_finite_sets_its_bits_and_nothing_else_does(gpu: &G
     x[5] = f32::MAX;
     x[6] = f32::from_bits(1);
     let run = async |x: &[f32]| {
-        let p = nonfinite::Params {
-            groups: 3,
-            n: n as u32 - 1,
-            x_off: 1,
-            word: 1,
-            bits: 6,
-            ..Default::default()
-        };
+        let p = nonfinite::Params { groups: 3, n: n as u32 - 1, x_off: 1, word: 1, bits: 6, ..Default::default() };
         let bufs = [Buf::In(&words(x)), Buf::InOut(&[9, 16, 9])];
         let got = gpu.run_every_way(&nonfinite::SHADER, &[], &p, &bufs).await.remove(0);
         let mut want = [9, 16, 9];
@@ -100,16 +73,7 @@ async fn anything_that_is_not_finite_sets_its_bits_and_nothing_else_does(gpu: &G
 fn hyper(step: i32) -> [f32; 8] {
     let (beta1, beta2, rate, decay) = (0.9f64, 0.999f64, 1e-2f64, 0.1f64);
     let unbias = |beta: f64| (1.0 / (1.0 - beta.powi(step))) as f32;
-    [
-        rate as f32,
-        (1.0 - rate * decay) as f32,
-        unbias(beta1),
-        unbias(beta2),
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-    ]
+    [rate as f32, (1.0 - rate * decay) as f32, unbias(beta1), unbias(beta2), 0.0, 0.0, 0.0, 0.0]
 }
 
 /// Parameters of all steps.
@@ -150,15 +114,7 @@ async fn five_steps_of_adamw_equal_the_twin(gpu: &Gpu) {
                 Buf::InOut(&v),
             ];
             let mut got = gpu.run_every_way(&adamw::SHADER, &[], &p, &bufs).await;
-            cpu::adamw(
-                &p,
-                &doubles(&grads),
-                f64::from(clip),
-                &doubles(&hyper),
-                &mut values64,
-                &mut m64,
-                &mut v64,
-            );
+            cpu::adamw(&p, &doubles(&grads), f64::from(clip), &doubles(&hyper), &mut values64, &mut m64, &mut v64);
             (v, m, values) = (got.pop().unwrap(), got.pop().unwrap(), got.pop().unwrap());
             near("values", &floats(&values), &values64, STRICT);
             near("m", &floats(&m), &m64, STRICT);
@@ -169,9 +125,8 @@ async fn five_steps_of_adamw_equal_the_twin(gpu: &Gpu) {
 
 async fn adamw_changes_nothing_after_a_step_that_was_not_finite(gpu: &Gpu) {
     let mut random = Random::new(2);
-    let before: Vec<Vec<u32>> = (0..3)
-        .map(|_| random.units(2000).iter().map(|x| x.abs().to_bits()).collect())
-        .collect();
+    let before: Vec<Vec<u32>> =
+        (0..3).map(|_| random.units(2000).iter().map(|x| x.abs().to_bits()).collect()).collect();
     let grads = vec![0x7fc0_0000; 2000];
     let control = [1, 0x7fc0_0000, 0x7fc0_0000];
     let hyper = words(&hyper(1));
@@ -188,10 +143,7 @@ async fn adamw_changes_nothing_after_a_step_that_was_not_finite(gpu: &Gpu) {
         same_words("untouched", after, before);
     }
     // Without clipping the factor is not read.
-    let clean = adamw::Params {
-        use_clip: 0,
-        ..step(2000, 0)
-    };
+    let clean = adamw::Params { use_clip: 0, ..step(2000, 0) };
     let ones = words(&vec![1.0; 2000]);
     let bufs = [&[Buf::In(&ones), Buf::In(&[0, 0x7fc0_0000, 0])], &bufs[2..]].concat();
     let after = gpu.run_every_way(&adamw::SHADER, &[], &clean, &bufs).await;
@@ -210,10 +162,7 @@ async fn dropout_equals_its_twin_and_depends_on_nothing_but_its_counters(gpu: &G
         scale: (1.0 / (1.0 - probability)) as f32,
         ..Default::default()
     };
-    let sized = |p: dropout::Params| dropout::Params {
-        groups: (p.b * p.t * p.n.div_ceil(4)).div_ceil(256),
-        ..p
-    };
+    let sized = |p: dropout::Params| dropout::Params { groups: (p.b * p.t * p.n.div_ceil(4)).div_ceil(256), ..p };
     let ids = [5u32, 900, 17];
     let mut random = Random::new(3);
     let x: Vec<f32> = random.units(3 * 31 * 33).iter().map(|x| x + 2.0).collect();
@@ -233,36 +182,19 @@ async fn dropout_equals_its_twin_and_depends_on_nothing_but_its_counters(gpu: &G
     // One row in another batch, and its tail as a token block of its own.
     let second = run(dropout::Params { b: 1, ..whole }, &x[31 * 33..2 * 31 * 33], &ids[1..2]).await;
     same_words("a row alone", &second, &all[31 * 33..2 * 31 * 33]);
-    let tail = run(
-        dropout::Params {
-            b: 1,
-            t: 11,
-            first_position: 20,
-            ..whole
-        },
-        &x[20 * 33..31 * 33],
-        &ids[..1],
-    )
-    .await;
+    let tail = run(dropout::Params { b: 1, t: 11, first_position: 20, ..whole }, &x[20 * 33..31 * 33], &ids[..1]).await;
     same_words("a tail alone", &tail, &all[20 * 33..31 * 33]);
     // Every counter matters.
     for other in [
         dropout::Params { seed: 1235, ..whole },
         dropout::Params { site: 8, ..whole },
-        dropout::Params {
-            first_position: 1,
-            ..whole
-        },
+        dropout::Params { first_position: 1, ..whole },
     ] {
         assert_ne!(run(other, &x, &ids).await, all, "{other:?}");
     }
     assert_ne!(run_at(100, whole, &x, &ids).await, all, "another step");
     assert_ne!(run(whole, &x, &[6, 900, 17]).await[..31 * 33], all[..31 * 33]);
-    let none = dropout::Params {
-        threshold: 0,
-        scale: 1.0,
-        ..whole
-    };
+    let none = dropout::Params { threshold: 0, scale: 1.0, ..whole };
     same_words("no dropout", &run(none, &x, &ids).await, &words(&x));
 }
 

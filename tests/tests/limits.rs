@@ -71,36 +71,21 @@ const COLUMNS: u64 = 512;
 #[test]
 fn a_tensor_of_152_mb_streams_in_pieces_with_right_values_both_ways_at_the_floor() {
     for default_limits in [false, true] {
-        let device = device_of(&DeviceChoice {
-            default_limits,
-            ..DeviceChoice::from_env()
-        });
+        let device = device_of(&DeviceChoice { default_limits, ..DeviceChoice::from_env() });
         if slow(&device) && default_limits {
             continue;
         }
         let catalog = wait(Catalog::from_sources(vec![large(ROWS, COLUMNS)])).unwrap();
         let segment = catalog.segment("large").unwrap();
-        assert!(
-            catalog.segment_bytes(&segment) > 151_000_000 && segment.entries.len() == 2,
-            "it is cut in two"
-        );
+        assert!(catalog.segment_bytes(&segment) > 151_000_000 && segment.entries.len() == 2, "it is cut in two");
         for transposed in [false, true] {
             let (k, n) = if transposed { (COLUMNS, ROWS) } else { (ROWS, COLUMNS) };
             let program = product(transposed, &segment);
             let xs = random(5, (2 * k) as usize, 0.5);
             let mut session = session(&device, &catalog, &program, Budget::Floor, once());
-            assert!(
-                session.set().planned_peak() < 170_000_000,
-                "{}",
-                session.set().planned_peak()
-            );
-            let out = wait(session.run(
-                0,
-                &[("x", bytemuck::cast_slice(&xs))],
-                &Cancel::new(),
-                &mut |_: Event| (),
-            ))
-            .unwrap();
+            assert!(session.set().planned_peak() < 170_000_000, "{}", session.set().planned_peak());
+            let out =
+                wait(session.run(0, &[("x", bytemuck::cast_slice(&xs))], &Cancel::new(), &mut |_: Event| ())).unwrap();
             let at = |row: u64, column: u64| element(row * COLUMNS + column);
             let y = out.f32("y").unwrap();
             // The first and last of each piece, the cut itself (row 65,536), and some between.
@@ -116,14 +101,8 @@ fn a_tensor_of_152_mb_streams_in_pieces_with_right_values_both_ways_at_the_floor
                     let got = y[(i * n + j) as usize];
                     // An adapter's `fma` need not be fused: compared with the exact sum.
                     let want: f64 = (0..k).map(term).map(|(a, b)| f64::from(a) * f64::from(b)).sum();
-                    let size: f64 = (0..k)
-                        .map(term)
-                        .map(|(a, b)| f64::from(a).abs() * f64::from(b).abs())
-                        .sum();
-                    assert!(
-                        (f64::from(got) - want).abs() < 1e-6 * size,
-                        "y[{i}, {j}] = {got}, want {want}"
-                    );
+                    let size: f64 = (0..k).map(term).map(|(a, b)| f64::from(a).abs() * f64::from(b).abs()).sum();
+                    assert!((f64::from(got) - want).abs() < 1e-6 * size, "y[{i}, {j}] = {got}, want {want}");
                 }
             }
         }
@@ -166,22 +145,13 @@ fn the_gradient_through_a_tensor_in_pieces_is_right() {
         for l in [0, 1, k / 2, k - 1].into_iter().chain((0..6).map(|i| mix(i) % k)) {
             for i in 0..2 {
                 let term = |j: u64| {
-                    (
-                        cs[(i * n + j) as usize],
-                        element(if transposed { j * COLUMNS + l } else { l * COLUMNS + j }),
-                    )
+                    (cs[(i * n + j) as usize], element(if transposed { j * COLUMNS + l } else { l * COLUMNS + j }))
                 };
                 // Where the product is one of few rows its order of additions is another: compared with the exact sum.
                 let want: f64 = (0..n).map(term).map(|(a, b)| f64::from(a) * f64::from(b)).sum();
-                let size: f64 = (0..n)
-                    .map(term)
-                    .map(|(a, b)| f64::from(a).abs() * f64::from(b).abs())
-                    .sum();
+                let size: f64 = (0..n).map(term).map(|(a, b)| f64::from(a).abs() * f64::from(b).abs()).sum();
                 let got = f64::from(dx[(i * k + l) as usize]);
-                assert!(
-                    (got - want).abs() < 1e-6 * size,
-                    "dx[{i}, {l}] = {got}, want {want}, transposed {transposed}"
-                );
+                assert!((got - want).abs() < 1e-6 * size, "dx[{i}, {l}] = {got}, want {want}, transposed {transposed}");
             }
         }
     }
@@ -211,10 +181,7 @@ fn copy_of(device: &Device, tensors: &[Data], budget: Budget) -> Vec<(String, Ve
     let program = g.outputs(&outputs).unwrap();
     let mut session = session(device, &catalog, &program, budget, keep());
     let out = wait(session.run(0, &[], &Cancel::new(), &mut |_: Event| ())).unwrap();
-    tensors
-        .iter()
-        .map(|t| (t.name.clone(), out.bytes(&t.name).unwrap().to_vec()))
-        .collect()
+    tensors.iter().map(|t| (t.name.clone(), out.bytes(&t.name).unwrap().to_vec())).collect()
 }
 
 #[test]
@@ -244,24 +211,13 @@ fn weights_of_every_dtype_arrive_bit_exact_at_odd_offsets_with_odd_counts() {
         let got = copy_of(&device, &tensors, budget);
         let find = |name: &str| &got.iter().find(|(n, _)| n == name).unwrap().1;
         let want: Vec<f32> = bits.iter().map(|b| f32::from_bits(u32::from(*b) << 16)).collect();
-        let words: Vec<u32> = find("bf16")
-            .chunks_exact(4)
-            .map(|c| u32::from_le_bytes(c.try_into().unwrap()))
-            .collect();
+        let words: Vec<u32> = find("bf16").chunks_exact(4).map(|c| u32::from_le_bytes(c.try_into().unwrap())).collect();
         assert_eq!(words.len() as u64, n);
-        let wrong: Vec<_> = (0..words.len())
-            .filter(|i| words[*i] != want[*i].to_bits())
-            .map(|i| (i, bits[i], words[i]))
-            .collect();
-        assert!(
-            wrong.is_empty(),
-            "bf16 (index, stored, got): {:x?}",
-            &wrong[..wrong.len().min(5)]
-        );
-        let got_f16: Vec<f32> = find("f16")
-            .chunks_exact(4)
-            .map(|c| f32::from_le_bytes(c.try_into().unwrap()))
-            .collect();
+        let wrong: Vec<_> =
+            (0..words.len()).filter(|i| words[*i] != want[*i].to_bits()).map(|i| (i, bits[i], words[i])).collect();
+        assert!(wrong.is_empty(), "bf16 (index, stored, got): {:x?}", &wrong[..wrong.len().min(5)]);
+        let got_f16: Vec<f32> =
+            find("f16").chunks_exact(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect();
         let wrong: Vec<_> = (0..bits.len())
             .filter(|i| {
                 let want = f16::from_bits(bits[*i]).to_f32();
@@ -270,11 +226,7 @@ fn weights_of_every_dtype_arrive_bit_exact_at_odd_offsets_with_odd_counts() {
             })
             .map(|i| (i, bits[i], got_f16[i]))
             .collect();
-        assert!(
-            wrong.is_empty(),
-            "f16 (index, stored, got): {:x?}",
-            &wrong[..wrong.len().min(5)]
-        );
+        assert!(wrong.is_empty(), "f16 (index, stored, got): {:x?}", &wrong[..wrong.len().min(5)]);
         same_bits("f32", find("f32"), bytemuck::cast_slice(&floats));
         let want: Vec<f32> = vec![0.0, 1.0, 255.0, 128.0, 7.0];
         same_bits("u8", find("u8"), bytemuck::cast_slice(&want));
@@ -287,10 +239,7 @@ fn weights_of_every_dtype_arrive_bit_exact_at_odd_offsets_with_odd_counts() {
 #[test]
 fn products_with_half_width_weights_are_those_of_the_decoded_ones() {
     for default_limits in [false, true] {
-        let device = device_of(&DeviceChoice {
-            default_limits,
-            ..DeviceChoice::from_env()
-        });
+        let device = device_of(&DeviceChoice { default_limits, ..DeviceChoice::from_env() });
         let (k, n, rows) = (37u64, 45u64, 33u64);
         let values = random(11, (k * n) as usize, 1.0);
         let bias = random(12, n as usize, 1.0);
@@ -298,17 +247,11 @@ fn products_with_half_width_weights_are_those_of_the_decoded_ones() {
             match dtype {
                 DType::BF16 => {
                     let b: Vec<bf16> = v.iter().map(|v| bf16::from_f32(*v)).collect();
-                    (
-                        b.iter().flat_map(|b| b.to_bits().to_le_bytes()).collect(),
-                        b.iter().map(|b| b.to_f32()).collect(),
-                    )
+                    (b.iter().flat_map(|b| b.to_bits().to_le_bytes()).collect(), b.iter().map(|b| b.to_f32()).collect())
                 }
                 _ => {
                     let b: Vec<f16> = v.iter().map(|v| f16::from_f32(*v)).collect();
-                    (
-                        b.iter().flat_map(|b| b.to_bits().to_le_bytes()).collect(),
-                        b.iter().map(|b| b.to_f32()).collect(),
-                    )
+                    (b.iter().flat_map(|b| b.to_bits().to_le_bytes()).collect(), b.iter().map(|b| b.to_f32()).collect())
                 }
             }
         };
@@ -323,25 +266,13 @@ fn products_with_half_width_weights_are_those_of_the_decoded_ones() {
             let loss = g.mean(y).unwrap();
             let program = g.value_and_grad(loss, &[x]).unwrap();
             let mut session = session(&device, &catalog, &program, Budget::Floor, once());
-            ebbtide_tests::engine::run(&mut session, &random(4, (rows * k) as usize, 1.0))
-                .unwrap()
-                .0
+            ebbtide_tests::engine::run(&mut session, &random(4, (rows * k) as usize, 1.0)).unwrap().0
         };
         for dtype in [DType::BF16, DType::F16] {
             let ((wb, wf), (bb, bf)) = (encode(dtype, &values), encode(dtype, &bias));
             let stored = run(&[
-                Data {
-                    name: "w".into(),
-                    dtype,
-                    shape: vec![k, n],
-                    bytes: wb,
-                },
-                Data {
-                    name: "b".into(),
-                    dtype,
-                    shape: vec![n],
-                    bytes: bb,
-                },
+                Data { name: "w".into(), dtype, shape: vec![k, n], bytes: wb },
+                Data { name: "b".into(), dtype, shape: vec![n], bytes: bb },
             ]);
             let decoded = run(&[f32s("w", &[k, n], &wf), f32s("b", &[n], &bf)]);
             ebbtide_tests::engine::same_step(&format!("{dtype}"), &stored, &decoded);
@@ -383,10 +314,7 @@ fn a_source_that_ends_early_is_never_read_as_zeros() {
     // Wherever its first read is, at the making of the session or in the first step.
     let set = ebbtide_tests::engine::compiled(&device, &catalog, &program, Budget::All, keep());
     let made = wait(ebbtide::Session::new(&device, &catalog, set));
-    let error = made
-        .and_then(|mut s| ebbtide_tests::engine::run(&mut s, &random(1, 128, 1.0)))
-        .err()
-        .unwrap();
+    let error = made.and_then(|mut s| ebbtide_tests::engine::run(&mut s, &random(1, 128, 1.0))).err().unwrap();
     assert_eq!(error.code(), "io", "{error}");
     assert_eq!(device.active_memory(), 0);
 }

@@ -52,11 +52,7 @@ fn tensors(c: &ModelConfig) -> Vec<Data> {
         if c.qk_norm {
             norms.extend([("self_attn.q_norm", c.head_dim), ("self_attn.k_norm", c.head_dim)]);
         }
-        list.extend(
-            norms
-                .iter()
-                .map(|(n, w)| (format!("model.layers.{l}.{n}.weight"), vec![*w])),
-        );
+        list.extend(norms.iter().map(|(n, w)| (format!("model.layers.{l}.{n}.weight"), vec![*w])));
     }
     list.push(("model.norm.weight".into(), vec![d]));
     let values = |(i, (name, shape)): (usize, &(String, Vec<u64>))| {
@@ -74,22 +70,9 @@ fn tensors(c: &ModelConfig) -> Vec<Data> {
 fn textbook(c: &ModelConfig, tensors: &[Data], ids: &[i32], frequency: impl Fn(usize) -> f64) -> Vec<f32> {
     let all: BTreeMap<&str, Vec<f64>> = tensors
         .iter()
-        .map(|t| {
-            (
-                t.name.as_str(),
-                bytemuck::cast_slice::<u8, f32>(&t.bytes)
-                    .iter()
-                    .map(|x| f64::from(*x))
-                    .collect(),
-            )
-        })
+        .map(|t| (t.name.as_str(), bytemuck::cast_slice::<u8, f32>(&t.bytes).iter().map(|x| f64::from(*x)).collect()))
         .collect();
-    let (d, hd, heads, kv) = (
-        c.hidden as usize,
-        c.head_dim as usize,
-        c.heads as usize,
-        c.kv_heads as usize,
-    );
+    let (d, hd, heads, kv) = (c.hidden as usize, c.head_dim as usize, c.heads as usize, c.kv_heads as usize);
     let norm = |x: &[f64], w: &[f64]| -> Vec<f64> {
         let one = |row: &[f64]| {
             let r = 1.0 / (row.iter().map(|v| v * v).sum::<f64>() / w.len() as f64 + c.eps).sqrt();
@@ -99,22 +82,16 @@ fn textbook(c: &ModelConfig, tensors: &[Data], ids: &[i32], frequency: impl Fn(u
     };
     let product = |x: &[f64], w: &[f64], inner: usize| -> Vec<f64> {
         let dot = |row: &[f64], col: &[f64]| row.iter().zip(col).map(|(a, b)| a * b).sum::<f64>();
-        x.chunks(inner)
-            .flat_map(|row| w.chunks(inner).map(|col| dot(row, col)).collect::<Vec<f64>>())
-            .collect()
+        x.chunks(inner).flat_map(|row| w.chunks(inner).map(|col| dot(row, col)).collect::<Vec<f64>>()).collect()
     };
     let embed = &all["model.embed_tokens.weight"];
-    let mut h: Vec<f64> = ids
-        .iter()
-        .flat_map(|id| embed[*id as usize * d..][..d].to_vec())
-        .collect();
+    let mut h: Vec<f64> = ids.iter().flat_map(|id| embed[*id as usize * d..][..d].to_vec()).collect();
     for l in 0..c.layers {
         let w = |name: &str| all.get(format!("model.layers.{l}.{name}").as_str());
         let linear = |x: &[f64], name: &str, inner: usize| {
             let mut y = product(x, w(&format!("{name}.weight")).unwrap(), inner);
             if let Some(bias) = w(&format!("{name}.bias")) {
-                y.chunks_mut(bias.len())
-                    .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
+                y.chunks_mut(bias.len()).for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
             }
             y
         };
@@ -135,16 +112,10 @@ fn textbook(c: &ModelConfig, tensors: &[Data], ids: &[i32], frequency: impl Fn(u
             x
         };
         let x = norm(&h, w("input_layernorm.weight").unwrap());
-        let (q, k, v) = (
-            turned(&x, "q", heads),
-            turned(&x, "k", kv),
-            linear(&x, "self_attn.v_proj", d),
-        );
+        let (q, k, v) = (turned(&x, "q", heads), turned(&x, "k", kv), linear(&x, "self_attn.v_proj", d));
         let mut a = vec![0.0; ids.len() * heads * hd];
         for i in 0..ids.len() {
-            let from = c
-                .window(l as usize)
-                .map_or(0, |window| (i + 1).saturating_sub(window as usize));
+            let from = c.window(l as usize).map_or(0, |window| (i + 1).saturating_sub(window as usize));
             for head in 0..heads {
                 let key = |x: &[f64], j: usize| x[(j * kv + head * kv / heads) * hd..][..hd].to_vec();
                 let query = &q[(i * heads + head) * hd..][..hd];
@@ -166,35 +137,18 @@ fn textbook(c: &ModelConfig, tensors: &[Data], ids: &[i32], frequency: impl Fn(u
         let down = linear(&m, "mlp.down_proj", c.ffn as usize);
         h.iter_mut().zip(down).for_each(|(h, o)| *h += o);
     }
-    product(&norm(&h, &all["model.norm.weight"]), embed, d)
-        .into_iter()
-        .map(|x| x as f32)
-        .collect()
+    product(&norm(&h, &all["model.norm.weight"]), embed, d).into_iter().map(|x| x as f32).collect()
 }
 
 fn check(what: &str, c: ModelConfig, frequency: impl Fn(usize) -> f64) {
     let tensors = tensors(&c);
-    let catalog = wait(Catalog::from_sources(vec![Source::memory(
-        "model.safetensors",
-        file(&tensors),
-    )]))
-    .unwrap();
-    let ids: Vec<i32> = (0..TOKENS as u64)
-        .map(|i| (mix(i) % VOCABULARY as u64) as i32)
-        .collect();
+    let catalog = wait(Catalog::from_sources(vec![Source::memory("model.safetensors", file(&tensors))])).unwrap();
+    let ids: Vec<i32> = (0..TOKENS as u64).map(|i| (mix(i) % VOCABULARY as u64) as i32).collect();
     let want = textbook(&c, &tensors, &ids, frequency);
     let model = Model::new(c, catalog).unwrap();
-    let bucket = Bucket {
-        rows: 1,
-        tokens: TOKENS as u64,
-    };
+    let bucket = Bucket { rows: 1, tokens: TOKENS as u64 };
     let batch = refs::mean_batch(&model, bucket, &ids, &shifted(&ids, TOKENS));
-    let mut session = refs::session(
-        &device(),
-        &model,
-        &[inspect(&model, None, bucket).unwrap()],
-        Budget::Floor,
-    );
+    let mut session = refs::session(&device(), &model, &[inspect(&model, None, bucket).unwrap()], Budget::Floor);
     let got = refs::run(&mut session, 0, &batch).f32("logits").unwrap();
     close(what, &got, &want, 2e-4);
 }
@@ -205,11 +159,7 @@ fn plain(theta: f64, dim: f64) -> impl Fn(usize) -> f64 {
 
 #[test]
 fn qwen3_normalizes_queries_and_keys_by_head_before_it_turns_them() {
-    let c = config(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        json!({ "head_dim": 16, "rope_theta": 1e6 }),
-    );
+    let c = config("Qwen3ForCausalLM", "qwen3", json!({ "head_dim": 16, "rope_theta": 1e6 }));
     assert!(c.qk_norm);
     check("qwen3", c, plain(1e6, 16.0));
 }
@@ -223,11 +173,7 @@ fn mistral_looks_back_by_its_window_only() {
 
 #[test]
 fn llama_may_have_biases_everywhere() {
-    let c = config(
-        "LlamaForCausalLM",
-        "llama",
-        json!({ "attention_bias": true, "mlp_bias": true }),
-    );
+    let c = config("LlamaForCausalLM", "llama", json!({ "attention_bias": true, "mlp_bias": true }));
     assert!(c.biases.qkv && c.biases.o && c.biases.mlp);
     check("biases", c, plain(1e4, 8.0));
 }
@@ -236,11 +182,7 @@ fn llama_may_have_biases_everywhere() {
 fn llama_3_stretches_long_waves() {
     let scaling = json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128 });
-    let c = config(
-        "LlamaForCausalLM",
-        "llama",
-        json!({ "rope_theta": 500.0, "rope_scaling": scaling }),
-    );
+    let c = config("LlamaForCausalLM", "llama", json!({ "rope_theta": 500.0, "rope_scaling": scaling }));
     check("llama 3", c, |i| {
         let f = 500f64.powf(-2.0 * i as f64 / 8.0);
         let wave = std::f64::consts::TAU / f;
@@ -294,10 +236,7 @@ fn a_head_above_the_largest_piece_streams_in_pieces_with_the_same_bits() {
     let mut at = 0;
     for t in tensors_shapes(&c) {
         let end = at + 2 * t.1.iter().product::<u64>();
-        entries.push(format!(
-            r#""{}":{{"dtype":"F16","shape":{:?},"data_offsets":[{at},{end}]}}"#,
-            t.0, t.1
-        ));
+        entries.push(format!(r#""{}":{{"dtype":"F16","shape":{:?},"data_offsets":[{at},{end}]}}"#, t.0, t.1));
         at = end;
     }
     let mut text = format!("{{{}}}", entries.join(","));
@@ -307,19 +246,11 @@ fn a_head_above_the_largest_piece_streams_in_pieces_with_the_same_bits() {
     let mut header = (text.len() as u64).to_le_bytes().to_vec();
     header.extend(text.bytes());
     let len = header.len() as u64 + at;
-    let catalog = wait(Catalog::from_sources(vec![Source::custom(Arc::new(Large {
-        header,
-        len,
-    }))]))
-    .unwrap();
+    let catalog = wait(Catalog::from_sources(vec![Source::custom(Arc::new(Large { header, len }))])).unwrap();
     let model = Model::new(c, catalog).unwrap();
     let names: Vec<&str> = model.segments().map(|s| &*s.name).collect();
     assert_eq!(names, ["block.00", "head.0", "head.1"]);
-    let rows: Vec<u64> = model
-        .segments()
-        .skip(1)
-        .map(|s| s.entries.last().unwrap().shape[0])
-        .collect();
+    let rows: Vec<u64> = model.segments().skip(1).map(|s| s.entries.last().unwrap().shape[0]).collect();
     assert_eq!(rows, [PIECE_BYTES / (2 * d), v - PIECE_BYTES / (2 * d)]);
 
     let bucket = Bucket { rows: 1, tokens: 4 };
@@ -335,10 +266,7 @@ fn a_head_above_the_largest_piece_streams_in_pieces_with_the_same_bits() {
 
 /// Names and shapes of a model's tensors.
 fn tensors_shapes(c: &ModelConfig) -> Vec<(String, Vec<u64>)> {
-    let small = ModelConfig {
-        vocabulary: 2,
-        ..c.clone()
-    };
+    let small = ModelConfig { vocabulary: 2, ..c.clone() };
     let mut all: Vec<_> = tensors(&small).into_iter().map(|t| (t.name, t.shape)).collect();
     all[0].1[0] = c.vocabulary;
     all

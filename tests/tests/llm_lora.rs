@@ -21,10 +21,7 @@ const GRADIENT: f32 = 3e-5;
 const RATE: f64 = 1e-3;
 
 fn adamw() -> AdamW {
-    AdamW {
-        weight_decay: 0.01,
-        ..AdamW::default()
-    }
+    AdamW { weight_decay: 0.01, ..AdamW::default() }
 }
 
 fn open(name: &str, kind: &str, which: &str, model: &Model) -> (Adapter, Values) {
@@ -46,12 +43,7 @@ fn gradients(device: &Device, model: &Model, (adapter, values): &(Adapter, Value
 fn gradients_match(what: &str, adapter: &Adapter, got: &Values, want: &Tensors, prefix: &str) {
     for (p, g) in adapter.params().iter().zip(got) {
         let reference = want.f32(&format!("{prefix}base_model.model.{}", p.name));
-        close(
-            &format!("{what}, {}", p.name),
-            g,
-            &reference,
-            GRADIENT * largest(&reference),
-        );
+        close(&format!("{what}, {}", p.name), g, &reference, GRADIENT * largest(&reference));
     }
 }
 
@@ -87,10 +79,8 @@ fn train_20(
     budget: Budget,
 ) -> (Vec<f32>, Values, f32) {
     let (adapter, values) = init;
-    let programs = [
-        train(model, adapter, BATCH, &adamw(), Part::Whole).unwrap(),
-        evaluate(model, Some(adapter), BATCH).unwrap(),
-    ];
+    let programs =
+        [train(model, adapter, BATCH, &adamw(), Part::Whole).unwrap(), evaluate(model, Some(adapter), BATCH).unwrap()];
     let mut session = refs::session(device, model, &programs, budget);
     wait(adapter.install(&mut session, values)).unwrap();
     let batches = train_file.ints("batches");
@@ -102,11 +92,7 @@ fn train_20(
         losses.push(refs::run(&mut session, 0, &batch).f32("loss").unwrap()[0]);
     }
     let eval = refs::run(&mut session, 1, &refs::mean_batch(model, BATCH, ids, &shifted(ids, 32)));
-    (
-        losses,
-        wait(adapter.values(&mut session)).unwrap(),
-        eval.f32("loss").unwrap()[0],
-    )
+    (losses, wait(adapter.values(&mut session)).unwrap(), eval.f32("loss").unwrap()[0])
 }
 
 #[test]
@@ -122,27 +108,15 @@ fn twenty_steps_give_the_losses_weights_and_final_loss_of_the_reference_and_the_
             let run = |budget| train_20(&device, &model, &init, &reference, &ids, budget);
             let (losses, values, eval) = run(Budget::All);
             close(&format!("{what}, losses"), &losses, &reference.f32("losses"), STEP_LOSS);
-            close(
-                &format!("{what}, final loss"),
-                &[eval],
-                &reference.f32("final_eval_loss"),
-                STEP_LOSS,
-            );
+            close(&format!("{what}, final loss"), &[eval], &reference.f32("final_eval_loss"), STEP_LOSS);
             let (_, last) = open(name, kind, "final", &model);
             let (got, want) = (values.concat(), last.concat());
             let square: f64 = got.iter().zip(&want).map(|(g, w)| f64::from(g - w).powi(2)).sum();
             let rms = (square / got.len() as f64).sqrt();
             let near = got.iter().zip(&want).filter(|(g, w)| (*g - *w).abs() <= 1e-4).count();
-            assert!(
-                rms <= 1e-5 || near * 100 >= got.len() * 99,
-                "{what}: rms {rms}, worst {}",
-                worst(&got, &want)
-            );
+            assert!(rms <= 1e-5 || near * 100 >= got.len() * 99, "{what}: rms {rms}, worst {}", worst(&got, &want));
             for budget in [Budget::Percent(50.0), Budget::Floor] {
-                assert!(
-                    (losses.clone(), values.clone(), eval) == run(budget),
-                    "{what}: other bits at {budget}"
-                );
+                assert!((losses.clone(), values.clone(), eval) == run(budget), "{what}: other bits at {budget}");
             }
         }
     }
@@ -192,18 +166,8 @@ fn adapters_are_swapped_and_removed_on_a_base_that_stays_evicted() {
         refs::run(&mut session, 0, &batch).f32("loss").unwrap()
     };
     let want = |file: &str, name: &str| Tensors::read(folder.join(file)).f32(name);
-    close(
-        "in use",
-        &loss(Some(&nonzero)),
-        &want("nonzero.safetensors", "loss"),
-        LOSS,
-    );
-    close(
-        "another",
-        &loss(Some(&last)),
-        &want("train.safetensors", "final_eval_loss"),
-        LOSS,
-    );
+    close("in use", &loss(Some(&nonzero)), &want("nonzero.safetensors", "loss"), LOSS);
+    close("another", &loss(Some(&last)), &want("train.safetensors", "final_eval_loss"), LOSS);
     close("none", &loss(None), &want("../ref_f32.safetensors", "loss"), LOSS);
     let first = loss(Some(&nonzero));
     assert_eq!(first, loss(Some(&nonzero)));
@@ -212,11 +176,8 @@ fn adapters_are_swapped_and_removed_on_a_base_that_stays_evicted() {
 #[test]
 fn a_first_adapter_changes_nothing_and_its_numbers_do_not_depend_on_the_other_targets() {
     let model = model("llama_tied", "f32");
-    let spec = |targets: &str, blocks| LoraSpec {
-        targets: Targets::parse(targets).unwrap(),
-        blocks,
-        ..LoraSpec::default()
-    };
+    let spec =
+        |targets: &str, blocks| LoraSpec { targets: Targets::parse(targets).unwrap(), blocks, ..LoraSpec::default() };
     let all = Adapter::new(&model, spec("all-linear", None)).unwrap();
     assert_eq!((all.sites().len(), all.trainable()), (4 * 7, 35_840));
     let some = Adapter::new(&model, spec("v_proj,mlp.up_proj", Some(2..4))).unwrap();
@@ -231,11 +192,7 @@ fn a_first_adapter_changes_nothing_and_its_numbers_do_not_depend_on_the_other_ta
             let bound = 1.0 / (p.shape.dims()[1] as f32).sqrt();
             let square = v.iter().map(|x| x * x).sum::<f32>() / v.len() as f32;
             assert!(largest(v) <= bound && largest(v) > 0.9 * bound, "{}", p.name);
-            assert!(
-                (square - bound * bound / 3.0).abs() < 0.2 * bound * bound / 3.0,
-                "{}: not uniform",
-                p.name
-            );
+            assert!((square - bound * bound / 3.0).abs() < 0.2 * bound * bound / 3.0, "{}: not uniform", p.name);
         }
     }
     assert_ne!(all.initial(8), of_all);
@@ -245,11 +202,7 @@ fn a_first_adapter_changes_nothing_and_its_numbers_do_not_depend_on_the_other_ta
 fn targets_that_nothing_answers_to_and_layers_that_are_not_there_are_refused() {
     let model = model("llama_tied", "f32");
     let refused = |targets: &str, blocks| {
-        let spec = LoraSpec {
-            targets: Targets::parse(targets).unwrap(),
-            blocks,
-            ..LoraSpec::default()
-        };
+        let spec = LoraSpec { targets: Targets::parse(targets).unwrap(), blocks, ..LoraSpec::default() };
         Adapter::new(&model, spec).unwrap_err().to_string()
     };
     assert!(refused("q_proj,c_attn", None).contains("`c_attn`"));
@@ -268,12 +221,7 @@ fn fields_that_change_the_result_are_refused_by_name() {
     let read = |field: &str, value: serde_json::Value| {
         let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
         config[field] = value;
-        wait(Adapter::read(
-            "adapter_config.json",
-            &config.to_string(),
-            &weights,
-            &model,
-        ))
+        wait(Adapter::read("adapter_config.json", &config.to_string(), &weights, &model))
     };
     for (field, value) in [
         ("use_dora", serde_json::json!(true)),
@@ -307,12 +255,7 @@ fn dropout_is_the_same_at_every_budget_and_differs_from_step_to_step_only() {
     let model = model("qwen2", "f32");
     let ids = Tensors::read(refs::path("qwen2").join("ref_f32.safetensors")).ints("input_ids");
     let (_, values) = open("qwen2", "lora_all", "nonzero", &model);
-    let spec = LoraSpec {
-        dropout: 0.25,
-        seed: 3,
-        targets: Targets::AllLinear,
-        ..LoraSpec::default()
-    };
+    let spec = LoraSpec { dropout: 0.25, seed: 3, targets: Targets::AllLinear, ..LoraSpec::default() };
     let adapter = Adapter::new(&model, spec).unwrap();
     let program = [train(&model, &adapter, BATCH, &adamw(), Part::First).unwrap()];
     let run = |budget: Budget, step: u32| {
@@ -321,16 +264,10 @@ fn dropout_is_the_same_at_every_budget_and_differs_from_step_to_step_only() {
         let mut batch = refs::mean_batch(&model, BATCH, &ids, &shifted(&ids, 32));
         batch.dropout(&[11, 12], step);
         let loss = refs::run(&mut session, 0, &batch).f32("loss").unwrap();
-        (
-            loss,
-            wait(adapter.read_arrays(&mut session, |i| format!("gradients.{i}"))).unwrap(),
-        )
+        (loss, wait(adapter.read_arrays(&mut session, |i| format!("gradients.{i}"))).unwrap())
     };
     let first = run(Budget::All, 1);
     assert!(first == run(Budget::Floor, 1), "recomputation drew another mask");
     assert!(first.0 != run(Budget::All, 2).0);
-    assert!(
-        decode(&model, Some(&adapter), 16).is_ok(),
-        "generation asks for no row ids"
-    );
+    assert!(decode(&model, Some(&adapter), 16).is_ok(), "generation asks for no row ids");
 }

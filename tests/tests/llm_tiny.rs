@@ -24,11 +24,7 @@ const GRADIENT: f32 = 3e-5;
 
 fn tiny() -> Model {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../native/assets/tiny-shakespeare-llama");
-    Model::new(
-        refs::config(&folder.join("config.json")),
-        wait(Catalog::open(&folder)).unwrap(),
-    )
-    .unwrap()
+    Model::new(refs::config(&folder.join("config.json")), wait(Catalog::open(&folder)).unwrap()).unwrap()
 }
 
 fn open(model: &Model, which: &str) -> (Adapter, Values) {
@@ -38,9 +34,7 @@ fn open(model: &Model, which: &str) -> (Adapter, Values) {
 /// Ids and labels of rows whose lengths say where padding begins: a token's label is its successor.
 fn labels(ids: &[i32], lengths: &[i32], tokens: usize) -> Vec<i32> {
     let row = |(row, length): (&[i32], &i32)| {
-        (0..tokens)
-            .map(|i| if i + 1 < *length as usize { row[i + 1] } else { -100 })
-            .collect::<Vec<_>>()
+        (0..tokens).map(|i| if i + 1 < *length as usize { row[i + 1] } else { -100 }).collect::<Vec<_>>()
     };
     ids.chunks(tokens).zip(lengths).flat_map(row).collect()
 }
@@ -57,15 +51,7 @@ impl Run {
         let model = tiny();
         let (adapter, init) = open(&model, "init");
         let batches = Tensors::read(refs::path("tiny_shakespeare_lora/batches.safetensors"));
-        (
-            Run {
-                device: device(),
-                model,
-                adapter,
-                batches,
-            },
-            init,
-        )
+        (Run { device: device(), model, adapter, batches }, init)
     }
 
     fn session(&self, values: &Values, budget: Budget) -> Session {
@@ -91,9 +77,7 @@ impl Run {
     }
 
     fn train(&self, session: &mut Session, steps: usize) -> Vec<f32> {
-        (0..steps)
-            .map(|s| refs::run(session, 0, &self.batch(s)).f32("loss").unwrap()[0])
-            .collect()
+        (0..steps).map(|s| refs::run(session, 0, &self.batch(s)).f32("loss").unwrap()[0]).collect()
     }
 
     /// The mean loss over all validation tokens, four rows at a time.
@@ -114,9 +98,7 @@ impl Run {
         let mut step = |plan: usize, start: usize, ids: &[i32]| {
             let inputs = Inputs::text(&self.model, if plan == 2 { 8 } else { 1 }, CAPACITY, start as u64, ids).unwrap();
             let logits = refs::run(session, plan, &inputs).f32("logits").unwrap();
-            (0..logits.len())
-                .max_by(|a, b| logits[*a].total_cmp(&logits[*b]))
-                .unwrap() as i32
+            (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap() as i32
         };
         let mut new = vec![step(2, 0, prompt)];
         while new.len() < count {
@@ -127,11 +109,7 @@ impl Run {
 
     fn samples(&self, session: &mut Session, reference: &serde_json::Value) {
         let ints = |v: &serde_json::Value| {
-            v.as_array()
-                .unwrap()
-                .iter()
-                .map(|x| x.as_i64().unwrap() as i32)
-                .collect::<Vec<_>>()
+            v.as_array().unwrap().iter().map(|x| x.as_i64().unwrap() as i32).collect::<Vec<_>>()
         };
         for sample in reference.as_array().unwrap() {
             let want = ints(&sample["new_ids"]);
@@ -188,11 +166,7 @@ fn sixty_steps_give_the_losses_adapters_validation_and_samples_of_the_reference(
     close("losses", &losses, &run.batches.f32("losses"), LOSS);
     let values = wait(run.adapter.values(&mut session)).unwrap().concat();
     let last = open(&run.model, "final").1.concat();
-    assert!(
-        worst(&values, &last) < ADAPTER,
-        "the adapters are off by {}",
-        worst(&values, &last)
-    );
+    assert!(worst(&values, &last) < ADAPTER, "the adapters are off by {}", worst(&values, &last));
     assert!((run.validation(&mut session) - valid("loss_after")).abs() < f64::from(LOSS));
     run.samples(&mut session, &reference["samples_after"]);
 }

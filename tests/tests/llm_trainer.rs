@@ -148,7 +148,8 @@ fn the_same_session_trains_evaluates_and_writes() {
         let writer = run.writer().unwrap();
         let prompt = [5, 9, 200, 31, 7, 11, 13, 17, 19, 23];
         let (greedy, cancel) = (Sampling::default(), Cancel::new());
-        wait(writer.write(&mut run.session, &model, &prompt, 8, &[], &greedy, &cancel, &mut NoEvents, &mut |_| true)).unwrap()
+        wait(writer.write(&mut run.session, &model, &prompt, 8, &[], &greedy, &cancel, &mut NoEvents, &mut |_| true))
+            .unwrap()
     };
     let first = text(&mut run);
     assert_eq!(first.len(), 8);

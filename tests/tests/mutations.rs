@@ -3,12 +3,7 @@
 //!
 //! Plans are real ones; each test breaks one thing and names the action at which the break must be found. The last test removes and
 //! swaps every single load and eviction of a set of plans by machine, and runs what is still accepted: it must be the same step.
-#![allow(
-    clippy::expect_used,
-    clippy::panic,
-    clippy::unwrap_used,
-    reason = "a test stops at the first surprise"
-)]
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
 use ebbtide::caps::Caps;
 use ebbtide::compile::{Action, Binding, Budget, Content, Options, PlanSet, SlotId, compile_with, verify};
@@ -62,15 +57,11 @@ fn refused(what: &str, set: &PlanSet, at: Option<usize>, break_it: impl FnOnce(&
 }
 
 fn loads(set: &PlanSet) -> Vec<usize> {
-    (0..set.plans[0].actions.len())
-        .filter(|i| matches!(set.plans[0].actions[*i], Action::Load { .. }))
-        .collect()
+    (0..set.plans[0].actions.len()).filter(|i| matches!(set.plans[0].actions[*i], Action::Load { .. })).collect()
 }
 
 fn evicts(set: &PlanSet) -> Vec<usize> {
-    (0..set.plans[0].actions.len())
-        .filter(|i| matches!(set.plans[0].actions[*i], Action::Evict { .. }))
-        .collect()
+    (0..set.plans[0].actions.len()).filter(|i| matches!(set.plans[0].actions[*i], Action::Evict { .. })).collect()
 }
 
 fn slot_of(action: &Action) -> Option<(u32, SlotId)> {
@@ -84,9 +75,7 @@ fn reads_segment(action: &Action, segment: u32, slot: SlotId) -> bool {
     let Action::Dispatch { bindings, .. } = action else {
         return false;
     };
-    bindings
-        .iter()
-        .any(|b| b.slot == slot && matches!(b.content, Content::Weight { segment: s, .. } if s == segment))
+    bindings.iter().any(|b| b.slot == slot && matches!(b.content, Content::Weight { segment: s, .. } if s == segment))
 }
 
 /// Removes an action and keeps every index into the list right.
@@ -133,9 +122,7 @@ fn swap(set: &mut PlanSet, at: usize) {
 }
 
 fn with_bindings(set: &mut PlanSet, at: usize, change: impl FnOnce(&mut Vec<Binding>)) {
-    let Action::Dispatch { bindings, .. } = &mut set.plans[0].actions[at] else {
-        panic!("action {at} is no dispatch")
-    };
+    let Action::Dispatch { bindings, .. } = &mut set.plans[0].actions[at] else { panic!("action {at} is no dispatch") };
     let mut list = bindings.to_vec();
     change(&mut list);
     *bindings = list.into();
@@ -144,9 +131,7 @@ fn with_bindings(set: &mut PlanSet, at: usize, change: impl FnOnce(&mut Vec<Bind
 /// The dispatches that read a weight.
 fn readers(set: &PlanSet) -> Vec<usize> {
     let is = |a: &Action| matches!(a, Action::Dispatch { bindings, .. } if bindings.iter().any(|b| matches!(b.content, Content::Weight { .. })));
-    (0..set.plans[0].actions.len())
-        .filter(|i| is(&set.plans[0].actions[*i]))
-        .collect()
+    (0..set.plans[0].actions.len()).filter(|i| is(&set.plans[0].actions[*i])).collect()
 }
 
 #[test]
@@ -162,29 +147,16 @@ fn a_weight_freed_one_action_early_is_found_at_its_reader() {
     for (what, set) in sets() {
         for at in evicts(&set) {
             let (segment, slot) = slot_of(&set.plans[0].actions[at]).unwrap();
-            let Some(reader) = (0..at)
-                .rev()
-                .find(|i| reads_segment(&set.plans[0].actions[*i], segment, slot))
-            else {
+            let Some(reader) = (0..at).rev().find(|i| reads_segment(&set.plans[0].actions[*i], segment, slot)) else {
                 continue;
             };
-            refused(
-                &format!("{what}: eviction {at} before reader {reader}"),
-                &set,
-                None,
-                |s| {
-                    for i in (reader..at).rev() {
-                        swap(s, i);
-                    }
-                },
-            );
+            refused(&format!("{what}: eviction {at} before reader {reader}"), &set, None, |s| {
+                for i in (reader..at).rev() {
+                    swap(s, i);
+                }
+            });
             if reader + 1 == at {
-                refused(
-                    &format!("{what}: eviction {at} one action early"),
-                    &set,
-                    Some(at),
-                    |s| swap(s, at - 1),
-                );
+                refused(&format!("{what}: eviction {at} one action early"), &set, Some(at), |s| swap(s, at - 1));
             }
         }
     }
@@ -219,16 +191,11 @@ fn a_window_that_ends_after_its_first_reader_is_found_there() {
             let Some(reader) = (at + 1..actions.len()).find(|i| reads_segment(&actions[*i], segment, slot)) else {
                 continue;
             };
-            refused(
-                &format!("{what}: load {at} by {}", reader + 1),
-                &set,
-                Some(reader),
-                |s| {
-                    if let Action::Load { by, .. } = &mut s.plans[0].actions[at] {
-                        *by = reader as u32 + 1;
-                    }
-                },
-            );
+            refused(&format!("{what}: load {at} by {}", reader + 1), &set, Some(reader), |s| {
+                if let Action::Load { by, .. } = &mut s.plans[0].actions[at] {
+                    *by = reader as u32 + 1;
+                }
+            });
             refused(&format!("{what}: load {at} by nothing"), &set, Some(at), |s| {
                 if let Action::Load { by, .. } = &mut s.plans[0].actions[at] {
                     *by = at as u32;
@@ -257,16 +224,11 @@ fn a_window_opened_over_a_reader_of_the_slots_last_content_is_found_at_the_load(
             });
             let Some(last) = last else { continue };
             tried += 1;
-            refused(
-                &format!("{what}: load {at} moved before {last}"),
-                &set,
-                Some(last),
-                |s| {
-                    for i in (last..at).rev() {
-                        swap(s, i);
-                    }
-                },
-            );
+            refused(&format!("{what}: load {at} moved before {last}"), &set, Some(last), |s| {
+                for i in (last..at).rev() {
+                    swap(s, i);
+                }
+            });
         }
     }
     assert!(tried > 10);
@@ -324,11 +286,7 @@ fn an_output_in_the_slot_of_an_input_is_found() {
         for at in readers(&set) {
             refused(&format!("{what}: dispatch {at}"), &set, Some(at), |s| {
                 with_bindings(s, at, |list| {
-                    let from = list
-                        .iter()
-                        .find(|b| !b.write && matches!(b.content, Content::Value(_)))
-                        .unwrap()
-                        .slot;
+                    let from = list.iter().find(|b| !b.write && matches!(b.content, Content::Value(_))).unwrap().slot;
                     list.iter_mut().find(|b| b.write).unwrap().slot = from;
                 });
             });
@@ -345,13 +303,9 @@ fn a_slot_smaller_than_its_segment_or_its_value_is_found() {
             });
             // What only the prologue makes may grow until the prologue's sum is the highest.
             if set.options.keep_free_0 || !set.table.slots[slot].dynamic {
-                refused(&format!("{what}: slot {slot} larger"), &set, None, |s| {
-                    s.table.slots[slot].buffers[0] += 256
-                });
+                refused(&format!("{what}: slot {slot} larger"), &set, None, |s| s.table.slots[slot].buffers[0] += 256);
             }
-            refused(&format!("{what}: slot {slot} without bytes"), &set, None, |s| {
-                s.table.slots[slot].buffers[0] = 0
-            });
+            refused(&format!("{what}: slot {slot} without bytes"), &set, None, |s| s.table.slots[slot].buffers[0] = 0);
         }
     }
 }
@@ -359,21 +313,11 @@ fn a_slot_smaller_than_its_segment_or_its_value_is_found() {
 #[test]
 fn memory_that_does_not_add_up_is_found() {
     for (what, set) in sets() {
-        refused(&format!("{what}: the budget a byte below the peak"), &set, None, |s| {
-            s.budget = s.planned_peak() - 1
-        });
-        refused(&format!("{what}: an upload chunk more"), &set, None, |s| {
-            s.table.upload.chunks += 1
-        });
-        refused(&format!("{what}: a larger readback chunk"), &set, None, |s| {
-            s.table.readback.chunk += 4
-        });
-        refused(&format!("{what}: a larger uniform buffer"), &set, None, |s| {
-            s.table.uniforms += 256
-        });
-        refused(&format!("{what}: a smaller uniform buffer"), &set, None, |s| {
-            s.table.uniforms -= 256
-        });
+        refused(&format!("{what}: the budget a byte below the peak"), &set, None, |s| s.budget = s.planned_peak() - 1);
+        refused(&format!("{what}: an upload chunk more"), &set, None, |s| s.table.upload.chunks += 1);
+        refused(&format!("{what}: a larger readback chunk"), &set, None, |s| s.table.readback.chunk += 4);
+        refused(&format!("{what}: a larger uniform buffer"), &set, None, |s| s.table.uniforms += 256);
+        refused(&format!("{what}: a smaller uniform buffer"), &set, None, |s| s.table.uniforms -= 256);
         refused(&format!("{what}: parameters missing"), &set, None, |s| {
             let short = s.uniforms.len() - 16;
             s.uniforms.truncate(short);
@@ -382,16 +326,9 @@ fn memory_that_does_not_add_up_is_found() {
             let slot = s.table.slots.iter().find(|s| !s.dynamic).unwrap().clone();
             s.table.slots.push(slot);
         });
-        refused(&format!("{what}: no upload ring"), &set, None, |s| {
-            s.table.upload.chunks = 0
-        });
+        refused(&format!("{what}: no upload ring"), &set, None, |s| s.table.upload.chunks = 0);
         refused(&format!("{what}: a buffer above 128 MiB"), &set, None, |s| {
-            let slot = s
-                .table
-                .slots
-                .iter_mut()
-                .find(|s| s.category == ebbtide::compile::Category::Weights)
-                .unwrap();
+            let slot = s.table.slots.iter_mut().find(|s| s.category == ebbtide::compile::Category::Weights).unwrap();
             slot.buffers[0] = (128 << 20) + 4;
         });
     }
@@ -406,21 +343,11 @@ fn a_grid_or_parameters_outside_the_caps_are_found_where_they_are() {
                 f(grid, params);
             }
         };
-        refused(&format!("{what}: 70,000 workgroups"), &set, Some(at), |s| {
-            change(s, &|g, _| g[0] = 70_000)
-        });
-        refused(&format!("{what}: 70,000 rows of workgroups"), &set, Some(at), |s| {
-            change(s, &|g, _| g[1] = 70_000)
-        });
-        refused(&format!("{what}: no workgroups"), &set, Some(at), |s| {
-            change(s, &|g, _| g[1] = 0)
-        });
-        refused(&format!("{what}: misaligned parameters"), &set, Some(at), |s| {
-            change(s, &|_, p| *p += 16)
-        });
-        refused(&format!("{what}: parameters past the end"), &set, Some(at), |s| {
-            change(s, &|_, p| *p = 1 << 20)
-        });
+        refused(&format!("{what}: 70,000 workgroups"), &set, Some(at), |s| change(s, &|g, _| g[0] = 70_000));
+        refused(&format!("{what}: 70,000 rows of workgroups"), &set, Some(at), |s| change(s, &|g, _| g[1] = 70_000));
+        refused(&format!("{what}: no workgroups"), &set, Some(at), |s| change(s, &|g, _| g[1] = 0));
+        refused(&format!("{what}: misaligned parameters"), &set, Some(at), |s| change(s, &|_, p| *p += 16));
+        refused(&format!("{what}: parameters past the end"), &set, Some(at), |s| change(s, &|_, p| *p = 1 << 20));
     }
 }
 
@@ -441,9 +368,7 @@ fn a_read_before_its_write_is_found_at_the_read() {
             };
             if bindings.iter().any(|b| !b.write && written.contains(&b.content)) {
                 tried += 1;
-                refused(&format!("{what}: {at} after {}", at + 1), &set, Some(at), |s| {
-                    swap(s, at)
-                });
+                refused(&format!("{what}: {at} after {}", at + 1), &set, Some(at), |s| swap(s, at));
                 refused(&format!("{what}: {at} dropped"), &set, None, |s| remove(s, at));
             }
         }
@@ -462,13 +387,9 @@ fn a_wrong_home_is_found() {
             continue;
         }
         refused(&format!("{what}: another segment"), &set, None, |s| s.home[0].1 += 1);
-        refused(&format!("{what}: another slot"), &set, None, |s| {
-            s.home[0].0 = SlotId(0)
-        });
+        refused(&format!("{what}: another slot"), &set, None, |s| s.home[0].0 = SlotId(0));
         refused(&format!("{what}: no home"), &set, None, |s| s.home.clear());
-        refused(&format!("{what}: a slot that does not exist"), &set, None, |s| {
-            s.home[0].0 = SlotId(9999)
-        });
+        refused(&format!("{what}: a slot that does not exist"), &set, None, |s| s.home[0].0 = SlotId(9999));
         let error = verify(&set.plans[0], &set, &caps(), false).unwrap_err();
         assert_eq!(error.code(), "plan", "{what}: empty slots at entry");
         // The way home must lead there.
@@ -486,12 +407,7 @@ fn dynamic_slots_that_are_made_or_freed_at_the_wrong_time_are_found() {
         for (at, action) in actions.iter().enumerate() {
             match action {
                 Action::Free { .. } => {
-                    refused(
-                        &format!("{what}: free {at} before its eviction"),
-                        &set,
-                        Some(at - 1),
-                        |s| swap(s, at - 1),
-                    );
+                    refused(&format!("{what}: free {at} before its eviction"), &set, Some(at - 1), |s| swap(s, at - 1));
                     refused(&format!("{what}: free {at} dropped"), &set, None, |s| remove(s, at));
                     // One action late, the next slot stands beside it: the peak is not the planned one.
                     if matches!(actions.get(at + 1), Some(Action::Alloc { .. })) {
@@ -499,24 +415,16 @@ fn dynamic_slots_that_are_made_or_freed_at_the_wrong_time_are_found() {
                     }
                 }
                 Action::Alloc { .. } => {
-                    refused(&format!("{what}: alloc {at} dropped"), &set, Some(at), |s| {
-                        remove(s, at)
-                    });
-                    refused(&format!("{what}: alloc {at} after its load"), &set, Some(at), |s| {
-                        swap(s, at)
-                    });
+                    refused(&format!("{what}: alloc {at} dropped"), &set, Some(at), |s| remove(s, at));
+                    refused(&format!("{what}: alloc {at} after its load"), &set, Some(at), |s| swap(s, at));
                 }
                 _ => {}
             }
         }
         let dynamic = set.table.slots.iter().position(|s| s.dynamic).unwrap();
-        refused(&format!("{what}: a dynamic slot that is not"), &set, None, |s| {
-            s.table.slots[dynamic].dynamic = false
-        });
+        refused(&format!("{what}: a dynamic slot that is not"), &set, None, |s| s.table.slots[dynamic].dynamic = false);
         let fixed = set.table.slots.iter().position(|s| !s.dynamic).unwrap();
-        refused(&format!("{what}: a static slot that is dynamic"), &set, None, |s| {
-            s.table.slots[fixed].dynamic = true
-        });
+        refused(&format!("{what}: a static slot that is dynamic"), &set, None, |s| s.table.slots[fixed].dynamic = true);
     }
 }
 
@@ -524,9 +432,7 @@ fn dynamic_slots_that_are_made_or_freed_at_the_wrong_time_are_found() {
 fn another_order_of_the_ring_is_found() {
     for (what, set) in sets() {
         for i in 0..set.plans[0].fills.len() - 1 {
-            refused(&format!("{what}: fills {i}"), &set, None, |s| {
-                s.plans[0].fills.swap(i, i + 1)
-            });
+            refused(&format!("{what}: fills {i}"), &set, None, |s| s.plans[0].fills.swap(i, i + 1));
         }
         refused(&format!("{what}: a fill less"), &set, None, |s| {
             s.plans[0].fills.pop();
@@ -551,9 +457,7 @@ fn a_session_refuses_a_broken_set_before_it_makes_a_buffer() {
     not_home.to_home.actions.clear();
     not_home.to_home.fills.clear();
     for set in [broken, not_home] {
-        let error = wait(ebbtide::Session::new(&device, &catalog, set))
-            .err()
-            .expect("refused");
+        let error = wait(ebbtide::Session::new(&device, &catalog, set)).err().expect("refused");
         assert_eq!((error.code(), error.exit_status()), ("plan", 1));
     }
     assert_eq!(device.ledger().usage().made, made);
@@ -567,12 +471,7 @@ fn every_mutation_of_a_load_or_an_eviction_is_refused_or_changes_nothing() {
     let catalog = layers(4, WIDTH);
     let x = random(9, (ROWS * WIDTH) as usize, 1.0);
     let program = chain(&catalog, ROWS, WIDTH, false);
-    let want = engine::run(
-        &mut engine::session(&device, &catalog, &program, Budget::All, keep()),
-        &x,
-    )
-    .unwrap()
-    .0;
+    let want = engine::run(&mut engine::session(&device, &catalog, &program, Budget::All, keep()), &x).unwrap().0;
     let (mut refusals, mut accepted) = (0, Vec::new());
     for (what, set) in sets() {
         let actions = set.plans[0].actions.clone();
@@ -623,11 +522,7 @@ fn every_mutation_of_a_load_or_an_eviction_is_refused_or_changes_nothing() {
         }
     }
     assert!(refusals > 100, "{refusals} refusals");
-    assert!(
-        accepted.len() * 2 < refusals,
-        "{} accepted, {refusals} refused",
-        accepted.len()
-    );
+    assert!(accepted.len() * 2 < refusals, "{} accepted, {refusals} refused", accepted.len());
     for (how, mutant) in accepted {
         let planned = mutant.planned_peak();
         device.reset_peak_memory();

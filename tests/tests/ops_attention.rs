@@ -45,50 +45,21 @@ fn attention_equals_a_materialised_softmax_and_its_gradients_the_differences() {
         let spec = Attention { causal, window, scale };
         let build = |g: &mut Graph, x: &[Tensor]| attention(g, x[0], x[1], x[2], x[3], spec);
         let reference = |x: &[Vec<f64>]| {
-            textbook::attention(
-                &x[0],
-                &x[1],
-                &x[2],
-                &x[3],
-                heads,
-                causal,
-                window as usize,
-                f64::from(scale),
-            )
+            textbook::attention(&x[0], &x[1], &x[2], &x[3], heads, causal, window as usize, f64::from(scale))
         };
         let name = format!("{heads:?} causal {causal} window {window}");
         let case = Case::new(name, given(heads, &rows), &[0, 1, 2], &build, &reference);
-        check(
-            &device,
-            &Case {
-                tolerance: CHAIN,
-                ..case
-            },
-        );
+        check(&device, &Case { tolerance: CHAIN, ..case });
     }
 }
 
 #[test]
 fn queries_keys_and_values_in_one_product_are_read_where_they_lie() {
     let device = device();
-    let heads = Heads {
-        b: 2,
-        t: 9,
-        s: 9,
-        h: 4,
-        hk: 2,
-        d: 8,
-    };
+    let heads = Heads { b: 2, t: 9, s: 9, h: 4, hk: 2, d: 8 };
     let (q, kv) = (4 * 8u64, 2 * 8u64);
-    let given = vec![
-        Given::random(1, &[2, 9, q + 2 * kv], 1.0),
-        Given::ints(&[2, 2], &[0, 9, 0, 9]),
-    ];
-    let spec = Attention {
-        causal: true,
-        window: 0,
-        scale: 0.35,
-    };
+    let given = vec![Given::random(1, &[2, 9, q + 2 * kv], 1.0), Given::ints(&[2, 2], &[0, 9, 0, 9])];
+    let spec = Attention { causal: true, window: 0, scale: 0.35 };
     // The parts as slices: no copy, no transpose.
     let parts = |g: &mut Graph, x: Tensor| -> ebbtide::Result<[Tensor; 3]> {
         let all = g.reshape(x, &[2, 9, 8, 8])?;
@@ -99,30 +70,12 @@ fn queries_keys_and_values_in_one_product_are_read_where_they_lie() {
         attention(g, q, k, v, x[1], spec)
     };
     let reference = |x: &[Vec<f64>]| {
-        let pick = |from: usize, n: usize| {
-            x[0].chunks(64)
-                .flat_map(|r| r[from * 8..][..n * 8].to_vec())
-                .collect::<Vec<f64>>()
-        };
-        textbook::attention(
-            &pick(0, 4),
-            &pick(4, 2),
-            &pick(6, 2),
-            &x[1],
-            heads,
-            true,
-            0,
-            f64::from(0.35f32),
-        )
+        let pick =
+            |from: usize, n: usize| x[0].chunks(64).flat_map(|r| r[from * 8..][..n * 8].to_vec()).collect::<Vec<f64>>();
+        textbook::attention(&pick(0, 4), &pick(4, 2), &pick(6, 2), &x[1], heads, true, 0, f64::from(0.35f32))
     };
     let case = Case::new("one product", given, &[0], &build, &reference);
-    check(
-        &device,
-        &Case {
-            tolerance: CHAIN,
-            ..case
-        },
-    );
+    check(&device, &Case { tolerance: CHAIN, ..case });
 
     let mut g = Graph::new();
     let x = g.input("x", [2, 9, 64]).unwrap();
@@ -131,30 +84,15 @@ fn queries_keys_and_values_in_one_product_are_read_where_they_lie() {
     let y = attention(&mut g, q, k, v, rows, spec).unwrap();
     let program = g.outputs(&[("y", y)]).unwrap();
     let set = ebbtide::compile(&[program], &no_weights(), device.caps(), ebbtide::Budget::All).unwrap();
-    let kernels = set.plans[0]
-        .actions
-        .iter()
-        .filter(|a| matches!(a, Action::Dispatch { .. }))
-        .count();
+    let kernels = set.plans[0].actions.iter().filter(|a| matches!(a, Action::Dispatch { .. })).count();
     assert_eq!(kernels, 1, "nothing but attention itself runs");
 }
 
 #[test]
 fn decoding_against_a_cache_gives_the_bits_of_the_whole() {
     let device = device();
-    let heads = Heads {
-        b: 1,
-        t: 40,
-        s: 40,
-        h: 2,
-        hk: 1,
-        d: 16,
-    };
-    let spec = Attention {
-        causal: true,
-        window: 0,
-        scale: 0.25,
-    };
+    let heads = Heads { b: 1, t: 40, s: 40, h: 2, hk: 1, d: 16 };
+    let spec = Attention { causal: true, window: 0, scale: 0.25 };
     let all = given(heads, &[0, 40]);
     let program = |given: &[Given]| {
         let mut g = Graph::new();
@@ -185,23 +123,9 @@ fn a_cache_filled_by_prompt_and_steps_gives_the_bits_of_one_pass() {
     let device = device();
     let (t, room) = (12usize, 40u64);
     let (h, hk, d) = (2u64, 1u64, 8u64);
-    let spec = Attention {
-        causal: true,
-        window: 0,
-        scale: 0.3,
-    };
+    let spec = Attention { causal: true, window: 0, scale: 0.3 };
     let lengths = [12i32, 7];
-    let whole = given(
-        Heads {
-            b: 2,
-            t,
-            s: t,
-            h: 2,
-            hk: 1,
-            d: 8,
-        },
-        &[0, lengths[0], 0, lengths[1]],
-    );
+    let whole = given(Heads { b: 2, t, s: t, h: 2, hk: 1, d: 8 }, &[0, lengths[0], 0, lengths[1]]);
     let program = |t: u64| {
         let mut g = Graph::new();
         let kv = Shape::new(&[2, room, hk, d]).unwrap();
@@ -219,18 +143,12 @@ fn a_cache_filled_by_prompt_and_steps_gives_the_bits_of_one_pass() {
     let set = ebbtide::compile(&[program(5), program(1)], &none, device.caps(), ebbtide::Budget::All).unwrap();
     let mut session = wait(Session::new(&device, &none, set)).unwrap();
     let part = |i: usize, from: [usize; 2], t: usize| -> Vec<f32> {
-        let Given::F32(shape, x) = &whole[i] else {
-            unreachable!()
-        };
+        let Given::F32(shape, x) = &whole[i] else { unreachable!() };
         let width = (shape[2] * shape[3]) as usize;
         // Past a row's end stands garbage, which must not matter.
         let entry = |b: usize, i: usize| {
             let at = from[b] + i;
-            if at < lengths[b] as usize {
-                x[(b * 12 + at) * width..][..width].to_vec()
-            } else {
-                vec![f32::MAX; width]
-            }
+            if at < lengths[b] as usize { x[(b * 12 + at) * width..][..width].to_vec() } else { vec![f32::MAX; width] }
         };
         (0..2).flat_map(|b| (0..t).flat_map(move |i| entry(b, i))).collect()
     };
@@ -239,9 +157,7 @@ fn a_cache_filled_by_prompt_and_steps_gives_the_bits_of_one_pass() {
     for step in 0..8 {
         let (plan, t) = if step == 0 { (0, 5) } else { (1, 1) };
         let counts = [0, 1].map(|b| (lengths[b] as usize - held[b]).min(if step == 0 { [5, 3][b] } else { 1 }));
-        let rows: Vec<i32> = (0..2)
-            .flat_map(|b| [held[b] as i32, (held[b] + counts[b]) as i32])
-            .collect();
+        let rows: Vec<i32> = (0..2).flat_map(|b| [held[b] as i32, (held[b] + counts[b]) as i32]).collect();
         let parts = [0, 1, 2].map(|i| part(i, held, t));
         let inputs = [
             ("q", bytemuck::cast_slice(&parts[0])),
@@ -260,41 +176,19 @@ fn a_cache_filled_by_prompt_and_steps_gives_the_bits_of_one_pass() {
     let mut g = Graph::new();
     let x = inputs(&mut g, &whole);
     let y = attention(&mut g, x[0], x[1], x[2], x[3], spec).unwrap();
-    let want = run(
-        &device,
-        &none,
-        device.caps(),
-        &[g.outputs(&[("y", y)]).unwrap()],
-        &whole,
-        &[],
-    )
-    .remove(0);
+    let want = run(&device, &none, device.caps(), &[g.outputs(&[("y", y)]).unwrap()], &whole, &[]).remove(0);
     let want = want.f32("y").unwrap();
     for (b, length) in lengths.into_iter().enumerate() {
         let want = &want[b * t * 16..][..length as usize * 16];
-        same_bits(
-            &format!("row {b}"),
-            bytemuck::cast_slice(&got[b]),
-            bytemuck::cast_slice(want),
-        );
+        same_bits(&format!("row {b}"), bytemuck::cast_slice(&got[b]), bytemuck::cast_slice(want));
     }
 }
 
 #[test]
 fn a_rotary_embedding_equals_the_textbook_and_its_gradient_turns_back() {
     let device = device();
-    let scaling = RopeScaling::Llama3 {
-        factor: 8.0,
-        low: 1.0,
-        high: 4.0,
-        original: 64.0,
-    };
-    for (dims, half) in [
-        ([1usize, 1, 1, 2], 1usize),
-        ([2, 5, 3, 8], 4),
-        ([1, 33, 2, 31], 10),
-        ([2, 3, 1, 64], 32),
-    ] {
+    let scaling = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 64.0 };
+    for (dims, half) in [([1usize, 1, 1, 2], 1usize), ([2, 5, 3, 8], 4), ([1, 33, 2, 31], 10), ([2, 3, 1, 64], 32)] {
         let [b, t, h, d] = dims;
         for interleaved in [false, true] {
             for own in [false, true] {
@@ -302,21 +196,13 @@ fn a_rotary_embedding_equals_the_textbook_and_its_gradient_turns_back() {
                 let positions: Vec<u32> = (0..rows * t).map(|i| (i * 7 + i / t * 100) as u32).collect();
                 let (cos, sin) = rope_tables(10_000.0, scaling, &positions, 2 * half).unwrap();
                 let u = |n: usize| n as u64;
-                let table = if own {
-                    vec![u(b), u(t), u(half)]
-                } else {
-                    vec![u(t), u(half)]
-                };
+                let table = if own { vec![u(b), u(t), u(half)] } else { vec![u(t), u(half)] };
                 let given = vec![
                     Given::random(1, &[u(b), u(t), u(h), u(d)], 1.0),
                     Given::F32(table.clone(), cos),
                     Given::F32(table, sin),
                 ];
-                let pairs = if interleaved {
-                    Rope::Interleaved
-                } else {
-                    Rope::HalfSplit
-                };
+                let pairs = if interleaved { Rope::Interleaved } else { Rope::HalfSplit };
                 let build = |g: &mut Graph, x: &[Tensor]| rope(g, x[0], x[1], x[2], pairs);
                 let reference = |x: &[Vec<f64>]| textbook::rope(&x[0], dims, &x[1], &x[2], half, interleaved);
                 let name = format!("rope {dims:?} half {half} {pairs:?} own positions {own}");

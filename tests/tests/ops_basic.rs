@@ -14,17 +14,8 @@ use ebbtide_tests::kernel::{BRAIN, EXACT, HALF, STRICT, TRIGONOMETRIC, Tolerance
 use ops::{CHAIN, Case, Given, WEIGHTS, check, inputs, no_weights, run, stored};
 
 /// Shapes of every rank, with extents on both sides of a wave.
-const SHAPES: [&[u64]; 9] = [
-    &[1],
-    &[3],
-    &[127],
-    &[31, 33],
-    &[65, 3, 2],
-    &[2, 3, 1, 5],
-    &[1, 2, 3, 2, 3],
-    &[2, 1, 3, 1, 2, 5],
-    &[0, 4],
-];
+const SHAPES: [&[u64]; 9] =
+    [&[1], &[3], &[127], &[31, 33], &[65, 3, 2], &[2, 3, 1, 5], &[1, 2, 3, 2, 3], &[2, 1, 3, 1, 2, 5], &[0, 4]];
 
 fn positive(seed: u64, shape: &[u64]) -> Given {
     let n = shape.iter().product::<u64>() as usize;
@@ -61,27 +52,12 @@ fn functions_of_one_operand_have_their_derivatives() {
         let domain = matches!(f, Unary::Log | Unary::Sqrt | Unary::Rsqrt | Unary::Recip);
         // Two shapes a function: every shape is met, and every function off the edge of a wave.
         for shape in [SHAPES[i % SHAPES.len()], SHAPES[(i + 4) % SHAPES.len()]] {
-            let given = if domain {
-                positive(i as u64, shape)
-            } else {
-                Given::random(i as u64, shape, 2.0)
-            };
+            let given = if domain { positive(i as u64, shape) } else { Given::random(i as u64, shape, 2.0) };
             let build = |g: &mut Graph, x: &[Tensor]| g.unary(f, x[0]);
             let reference = |x: &[Vec<f64>]| x[0].iter().map(|v| of(*v)).collect();
             let case = Case::new(format!("{f:?} of {shape:?}"), vec![given], &[0], &build, &reference);
-            let slopes = if tolerance.of_largest == TRIGONOMETRIC.of_largest {
-                TRIGONOMETRIC
-            } else {
-                CHAIN
-            };
-            check(
-                &device,
-                &Case {
-                    tolerance,
-                    slopes,
-                    ..case
-                },
-            );
+            let slopes = if tolerance.of_largest == TRIGONOMETRIC.of_largest { TRIGONOMETRIC } else { CHAIN };
+            check(&device, &Case { tolerance, slopes, ..case });
         }
     }
 }
@@ -145,21 +121,11 @@ fn functions_of_two_operands_broadcast_and_have_both_derivatives() {
         for (a, b, to) in [shapes[i % 6], shapes[(i + 3) % 6]] {
             let build = |g: &mut Graph, x: &[Tensor]| g.binary(f, x[0], x[1]);
             let reference = |x: &[Vec<f64>]| {
-                broadcast(&x[0], a, to)
-                    .iter()
-                    .zip(broadcast(&x[1], b, to))
-                    .map(|(p, q)| of(*p, q))
-                    .collect()
+                broadcast(&x[0], a, to).iter().zip(broadcast(&x[1], b, to)).map(|(p, q)| of(*p, q)).collect()
             };
             let given = vec![positive(2 * i as u64, a), positive(2 * i as u64 + 1, b)];
             let case = Case::new(format!("{f:?} of {a:?} and {b:?}"), given, &[0, 1], &build, &reference);
-            check(
-                &device,
-                &Case {
-                    tolerance: CHAIN,
-                    ..case
-                },
-            );
+            check(&device, &Case { tolerance: CHAIN, ..case });
         }
     }
 }
@@ -167,11 +133,7 @@ fn functions_of_two_operands_broadcast_and_have_both_derivatives() {
 #[test]
 fn a_choice_passes_the_gradient_to_what_was_chosen() {
     let device = device();
-    let given = vec![
-        Given::random(1, &[5, 1], 1.0),
-        Given::random(2, &[5, 33], 1.0),
-        Given::random(3, &[33], 1.0),
-    ];
+    let given = vec![Given::random(1, &[5, 1], 1.0), Given::random(2, &[5, 33], 1.0), Given::random(3, &[33], 1.0)];
     // The condition depends on an operand whose gradient is asked for, through what is chosen alone.
     let build = |g: &mut Graph, x: &[Tensor]| {
         let zero = g.fill(Shape::scalar(), 0.0);
@@ -180,15 +142,7 @@ fn a_choice_passes_the_gradient_to_what_was_chosen() {
         g.select(low, x[1], other)
     };
     let reference = |x: &[Vec<f64>]| {
-        (0..5 * 33)
-            .map(|i| {
-                if x[0][i / 33] < 0.0 {
-                    x[1][i]
-                } else {
-                    x[2][i % 33] * x[0][i / 33]
-                }
-            })
-            .collect()
+        (0..5 * 33).map(|i| if x[0][i / 33] < 0.0 { x[1][i] } else { x[2][i % 33] * x[0][i / 33] }).collect()
     };
     check(&device, &Case::new("select", given, &[0, 1, 2], &build, &reference));
 }
@@ -231,10 +185,7 @@ fn folds_over_any_dimensions_have_their_derivatives() {
                 groups(&x[0]).iter().map(of).collect()
             };
             let name = format!("{fold:?} of {shape:?} over {dims:?}");
-            check(
-                &device,
-                &Case::new(name, vec![Given::random(7, shape, 1.0)], &[0], &build, &reference),
-            );
+            check(&device, &Case::new(name, vec![Given::random(7, shape, 1.0)], &[0], &build, &reference));
         }
     }
 }
@@ -251,16 +202,11 @@ fn the_place_of_the_largest_is_an_integer() {
     let y = g.reduce(Fold::Argmax, t[0], &[1]).unwrap();
     assert_eq!(g.dtype(y), DType::I32);
     // Read through a view, it stays one.
-    let turned = g
-        .reshape(y, &[3, 1])
-        .and_then(|y| g.broadcast_to(y, Shape::new(&[3, 2])?))
-        .unwrap();
+    let turned = g.reshape(y, &[3, 1]).and_then(|y| g.broadcast_to(y, Shape::new(&[3, 2])?)).unwrap();
     let program = g.outputs(&[("y", y), ("turned", turned)]).unwrap();
     let out = run(&device, &no_weights(), device.caps(), &[program], &given, &[]).remove(0);
-    let want: Vec<i32> = x
-        .chunks(65)
-        .map(|r| (0..65).rev().fold(64, |best, i| if r[i] >= r[best] { i } else { best }) as i32)
-        .collect();
+    let want: Vec<i32> =
+        x.chunks(65).map(|r| (0..65).rev().fold(64, |best, i| if r[i] >= r[best] { i } else { best }) as i32).collect();
     assert_eq!(want[1], 7, "of equal values the first");
     assert_eq!(bytemuck::cast_slice::<u8, i32>(out.bytes("y").unwrap()), want);
     let twice: Vec<i32> = want.iter().flat_map(|i| [*i, *i]).collect();
@@ -270,10 +216,7 @@ fn the_place_of_the_largest_is_an_integer() {
 #[test]
 fn views_lead_gradients_back_to_where_the_elements_lie() {
     let device = device();
-    let given = vec![
-        Given::random(1, &[4, 3, 2, 5], 1.0),
-        Given::random(2, &[4, 2, 2, 5], 1.0),
-    ];
+    let given = vec![Given::random(1, &[4, 3, 2, 5], 1.0), Given::random(2, &[4, 2, 2, 5], 1.0)];
     // concat → permute → slice → reshape → broadcast → transpose, times something that is not constant.
     let build = |g: &mut Graph, x: &[Tensor]| {
         let joined = g.concat(&[x[0], x[1], x[0]], 1)?;
@@ -295,10 +238,8 @@ fn views_lead_gradients_back_to_where_the_elements_lie() {
             .flat_map(|c| (1..3).flat_map(move |b| (0..5).flat_map(move |d| (1..7).map(move |j| (b, j, c, d)))))
             .map(|(b, j, c, d)| joined(b, j, c, d))
             .collect();
-        let one: Vec<f64> = (0..6)
-            .flat_map(|j| (0..20).map(move |i| i * 6 + j))
-            .map(|at| flat[at] * flat[at])
-            .collect();
+        let one: Vec<f64> =
+            (0..6).flat_map(|j| (0..20).map(move |i| i * 6 + j)).map(|at| flat[at] * flat[at]).collect();
         one.repeat(3)
     };
     check(&device, &Case::new("views", given, &[0, 1], &build, &reference));
@@ -308,10 +249,7 @@ fn views_lead_gradients_back_to_where_the_elements_lie() {
         let given = vec![Given::random(3, &[5, 7], 1.0), Given::random(4, &[2, 3], 1.0)];
         let build = |g: &mut Graph, x: &[Tensor]| {
             let shape = Shape::new(&[2, 3])?;
-            let view = View {
-                offset: 7 + 2,
-                strides: Shape::new(&[5, 7])?.dense_strides(),
-            };
+            let view = View { offset: 7 + 2, strides: Shape::new(&[5, 7])?.dense_strides() };
             let base = g.unary(Unary::Tanh, x[0])?;
             let y = g.place(x[1], base, Region { shape, view, carry })?;
             g.mul(y, y)
@@ -325,13 +263,7 @@ fn views_lead_gradients_back_to_where_the_elements_lie() {
             y.iter().map(|v| v * v).collect()
         };
         let case = Case::new(format!("place, carry {carry}"), given, &[0, 1], &build, &reference);
-        check(
-            &device,
-            &Case {
-                tolerance: CHAIN,
-                ..case
-            },
-        );
+        check(&device, &Case { tolerance: CHAIN, ..case });
     }
 
     let given = vec![Given::random(3, &[5, 7], 1.0)];
@@ -341,13 +273,7 @@ fn views_lead_gradients_back_to_where_the_elements_lie() {
     };
     let reference = |x: &[Vec<f64>]| x[0][8..20].iter().map(|v| v.tanh()).collect();
     let case = Case::new("window", given, &[0], &build, &reference);
-    check(
-        &device,
-        &Case {
-            tolerance: CHAIN,
-            ..case
-        },
-    );
+    check(&device, &Case { tolerance: CHAIN, ..case });
 }
 
 #[test]
@@ -398,17 +324,10 @@ fn a_custom_function_is_differentiated_as_its_author_says() {
 #[test]
 fn rows_of_a_table_by_ids_and_the_gradient_back_into_it() {
     let device = device();
-    for (ids, rows, d) in [
-        (vec![1u64], 1u64, 1u64),
-        (vec![3, 11], 31, 33),
-        (vec![2, 1, 65], 7, 127),
-        (vec![0], 3, 4),
-    ] {
+    for (ids, rows, d) in [(vec![1u64], 1u64, 1u64), (vec![3, 11], 31, 33), (vec![2, 1, 65], 7, 127), (vec![0], 3, 4)] {
         let n = ids.iter().product::<u64>();
         // Some rows several times, some never; one id outside.
-        let values: Vec<i32> = (0..n)
-            .map(|i| if i == 5 { -1 } else { (i * i % rows.div_ceil(2)) as i32 })
-            .collect();
+        let values: Vec<i32> = (0..n).map(|i| if i == 5 { -1 } else { (i * i % rows.div_ceil(2)) as i32 }).collect();
         let given = vec![Given::random(1, &[rows, d], 1.0), Given::ints(&ids, &values)];
         let build = |g: &mut Graph, x: &[Tensor]| embedding(g, x[0], x[1]);
         let reference = |x: &[Vec<f64>]| {
@@ -418,16 +337,7 @@ fn rows_of_a_table_by_ids_and_the_gradient_back_into_it() {
             };
             x[1].iter().flat_map(row).collect()
         };
-        check(
-            &device,
-            &Case::new(
-                format!("{ids:?} ids of {rows} rows of {d}"),
-                given,
-                &[0],
-                &build,
-                &reference,
-            ),
-        );
+        check(&device, &Case::new(format!("{ids:?} ids of {rows} rows of {d}"), given, &[0], &build, &reference));
     }
 }
 
@@ -442,9 +352,7 @@ fn stored_tables_give_the_same_rows_from_the_device_and_from_the_file() {
         let values: Vec<i32> = (0..65).map(|i| i * 7 % 31).collect();
         let given = vec![Given::ints(&[5, 13], &values)];
         let reference = |x: &[Vec<f64>]| {
-            x[0].iter()
-                .flat_map(|i| kept[*i as usize * d as usize..][..d as usize].to_vec())
-                .collect()
+            x[0].iter().flat_map(|i| kept[*i as usize * d as usize..][..d as usize].to_vec()).collect()
         };
         let held = |g: &mut Graph, x: &[Tensor]| {
             let table = g.weight(&segment, "table")?;
@@ -452,21 +360,8 @@ fn stored_tables_give_the_same_rows_from_the_device_and_from_the_file() {
         };
         let read = |g: &mut Graph, x: &[Tensor]| embedding_rows(g, &segment, "table", x[0]);
         for (name, build) in [("held", &held as &dyn Fn(&mut Graph, &[Tensor]) -> _), ("read", &read)] {
-            let case = Case::new(
-                format!("{dtype:?} table, {name}"),
-                given.clone(),
-                &[],
-                build,
-                &reference,
-            );
-            check(
-                &device,
-                &Case {
-                    catalog: Some(&catalog),
-                    tolerance: EXACT,
-                    ..case
-                },
-            );
+            let case = Case::new(format!("{dtype:?} table, {name}"), given.clone(), &[], build, &reference);
+            check(&device, &Case { catalog: Some(&catalog), tolerance: EXACT, ..case });
         }
     }
 }
@@ -475,12 +370,7 @@ fn stored_tables_give_the_same_rows_from_the_device_and_from_the_file() {
 fn dropout_masks_by_its_counters_alone_and_the_gradient_alike() {
     let device = device();
     let (b, t, n) = (3u64, 5u64, 33u64);
-    let spec = Dropout {
-        probability: 0.3,
-        seed: 7,
-        site: 2,
-        first_position: 0,
-    };
+    let spec = Dropout { probability: 0.3, seed: 7, site: 2, first_position: 0 };
     let masked = |ids: &[i32], step: i32, x: &[f32]| {
         let given = vec![
             Given::F32(vec![ids.len() as u64, t, n], x.to_vec()),
@@ -512,39 +402,16 @@ fn dropout_masks_by_its_counters_alone_and_the_gradient_alike() {
     let y = out[0].f32("y").unwrap();
     assert_eq!(y, want);
     let grad = out[1].f32("grad.0").unwrap();
-    assert!(
-        y.iter()
-            .zip(&grad)
-            .all(|(y, g)| *g == if *y == 0.0 { 0.0 } else { p.scale })
-    );
+    assert!(y.iter().zip(&grad).all(|(y, g)| *g == if *y == 0.0 { 0.0 } else { p.scale }));
     // A row in a batch of its own has the same mask; another step has another.
     let row = (t * n) as usize;
     let alone = masked(&[90], 12, &x[row..2 * row]);
-    same_bits(
-        "a row alone",
-        alone[0].bytes("y").unwrap(),
-        &out[0].bytes("y").unwrap()[row * 4..2 * row * 4],
-    );
-    assert_ne!(
-        masked(&[90], 13, &x[row..2 * row])[0].bytes("y").unwrap(),
-        alone[0].bytes("y").unwrap()
-    );
+    same_bits("a row alone", alone[0].bytes("y").unwrap(), &out[0].bytes("y").unwrap()[row * 4..2 * row * 4]);
+    assert_ne!(masked(&[90], 13, &x[row..2 * row])[0].bytes("y").unwrap(), alone[0].bytes("y").unwrap());
     // No dropout changes nothing.
     let mut g = Graph::new();
     let x = g.input("x", [2, 3]).unwrap();
     let (ids, step) = (g.input_i32("ids", [2]).unwrap(), g.input_i32("step", [1]).unwrap());
-    assert!(
-        dropout(
-            &mut g,
-            x,
-            ids,
-            step,
-            Dropout {
-                probability: 1.0,
-                ..spec
-            }
-        )
-        .is_err()
-    );
+    assert!(dropout(&mut g, x, ids, step, Dropout { probability: 1.0, ..spec }).is_err());
     assert!(dropout(&mut g, x, step, step, spec).is_err());
 }

@@ -21,14 +21,7 @@ fn labels(tokens: u64, vocabulary: u64) -> Given {
 #[test]
 fn the_loss_equals_the_textbook_and_its_gradient_the_differences() {
     let device = device();
-    for (t, v, d) in [
-        (1u64, 1u64, 1u64),
-        (3, 31, 33),
-        (33, 1023, 3),
-        (5, 1025, 31),
-        (2, 4097, 5),
-        (65, 127, 65),
-    ] {
+    for (t, v, d) in [(1u64, 1u64, 1u64), (3, 31, 33), (33, 1023, 3), (5, 1025, 31), (2, 4097, 5), (65, 127, 65)] {
         let given = vec![
             Given::random(1, &[t, d], 1.0),
             Given::random(2, &[v, d], 1.0),
@@ -38,20 +31,9 @@ fn the_loss_equals_the_textbook_and_its_gradient_the_differences() {
         let build = |g: &mut Graph, x: &[Tensor]| cross_entropy(g, x[0], &[x[1]], x[2], x[3]);
         let reference = |x: &[Vec<f64>]| vec![textbook::cross_entropy(&x[0], &x[1], d as usize, &x[2], &x[3])];
         // The head is an input here, whose gradient nobody asks for.
-        let case = Case::new(
-            format!("cross entropy {t} tokens of {v}, {d} features"),
-            given,
-            &[0, 3],
-            &build,
-            &reference,
-        );
-        check(
-            &device,
-            &Case {
-                tolerance: CHAIN,
-                ..case
-            },
-        );
+        let case =
+            Case::new(format!("cross entropy {t} tokens of {v}, {d} features"), given, &[0, 3], &build, &reference);
+        check(&device, &Case { tolerance: CHAIN, ..case });
     }
 }
 
@@ -73,89 +55,36 @@ fn step(given: &[Given], head: &dyn Fn(&mut Graph, &[Tensor]) -> Vec<Tensor>, bl
 }
 
 fn same(what: &str, got: &[Outputs], want: &[Outputs]) {
-    same_bits(
-        &format!("{what}: losses"),
-        got[0].bytes("y").unwrap(),
-        want[0].bytes("y").unwrap(),
-    );
-    same_bits(
-        &format!("{what}: loss"),
-        got[1].bytes("loss").unwrap(),
-        want[1].bytes("loss").unwrap(),
-    );
-    same_bits(
-        &format!("{what}: gradient"),
-        got[1].bytes("grad.0").unwrap(),
-        want[1].bytes("grad.0").unwrap(),
-    );
+    same_bits(&format!("{what}: losses"), got[0].bytes("y").unwrap(), want[0].bytes("y").unwrap());
+    same_bits(&format!("{what}: loss"), got[1].bytes("loss").unwrap(), want[1].bytes("loss").unwrap());
+    same_bits(&format!("{what}: gradient"), got[1].bytes("grad.0").unwrap(), want[1].bytes("grad.0").unwrap());
 }
 
 #[test]
 fn blocks_of_tokens_and_vocabulary_and_pieces_of_the_head_leave_no_trace() {
     let device = device();
     let (t, v, d) = (65u64, 9000u64, 17u64);
-    let given = vec![
-        Given::random(1, &[t, d], 2.0),
-        Given::random(2, &[v, d], 1.0),
-        labels(t, v),
-        Given::random(3, &[t], 1.0),
-    ];
+    let given =
+        vec![Given::random(1, &[t, d], 2.0), Given::random(2, &[v, d], 1.0), labels(t, v), Given::random(3, &[t], 1.0)];
     let whole = |_: &mut Graph, x: &[Tensor]| vec![x[1]];
-    let all = Blocks {
-        tokens: t,
-        vocabulary: 9 * 1024,
-    };
+    let all = Blocks { tokens: t, vocabulary: 9 * 1024 };
     let go = |head: &dyn Fn(&mut Graph, &[Tensor]) -> Vec<Tensor>, blocks: Blocks| {
-        run(
-            &device,
-            &no_weights(),
-            device.caps(),
-            &step(&given, head, blocks),
-            &given,
-            &[],
-        )
+        run(&device, &no_weights(), device.caps(), &step(&given, head, blocks), &given, &[])
     };
     let want = go(&whole, all);
     for (tokens, vocabulary) in [(256, 4096), (1, 9216), (7, 1024), (64, 2048), (65, 8192)] {
-        same(
-            &format!("{tokens} tokens by {vocabulary}"),
-            &go(&whole, Blocks { tokens, vocabulary }),
-            &want,
-        );
+        same(&format!("{tokens} tokens by {vocabulary}"), &go(&whole, Blocks { tokens, vocabulary }), &want);
     }
     for cuts in [vec![1024], vec![4096, 8192], vec![2048, 3072, 8192]] {
         let pieces = |g: &mut Graph, x: &[Tensor]| {
             let ends: Vec<u64> = cuts.iter().copied().chain([v]).collect();
             let mut from = 0;
-            ends.iter()
-                .map(|end| g.slice(x[1], 0, std::mem::replace(&mut from, *end), *end).unwrap())
-                .collect()
+            ends.iter().map(|end| g.slice(x[1], 0, std::mem::replace(&mut from, *end), *end).unwrap()).collect()
         };
-        same(
-            &format!("pieces cut at {cuts:?}"),
-            &go(&pieces, Blocks::default()),
-            &want,
-        );
-        same(
-            &format!("pieces cut at {cuts:?}, small"),
-            &go(
-                &pieces,
-                Blocks {
-                    tokens: 11,
-                    vocabulary: 1024,
-                },
-            ),
-            &want,
-        );
+        same(&format!("pieces cut at {cuts:?}"), &go(&pieces, Blocks::default()), &want);
+        same(&format!("pieces cut at {cuts:?}, small"), &go(&pieces, Blocks { tokens: 11, vocabulary: 1024 }), &want);
     }
-    let small = run(
-        &device,
-        &no_weights(),
-        &cut(&device),
-        &step(&given, &whole, Blocks::default()),
-        &given,
-        &[],
-    );
+    let small = run(&device, &no_weights(), &cut(&device), &step(&given, &whole, Blocks::default()), &given, &[]);
     same("dispatches cut small", &small, &want);
 }
 
@@ -189,14 +118,7 @@ fn a_streamed_head_gives_the_bits_of_a_whole_one_in_every_dtype() {
             Given::random(3, &[t], 1.0),
         ];
         let (whole, kept) = stored_head(dtype, v, d, v);
-        let want = run(
-            &device,
-            &whole,
-            device.caps(),
-            &step(&given, &weights(&whole), Blocks::default()),
-            &given,
-            &[],
-        );
+        let want = run(&device, &whole, device.caps(), &step(&given, &weights(&whole), Blocks::default()), &given, &[]);
         let numbers = |g: &Given| match g {
             Given::F32(_, x) => x.iter().map(|x| f64::from(*x)).collect(),
             Given::I32(_, x) => x.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>(),
@@ -205,14 +127,8 @@ fn a_streamed_head_gives_the_bits_of_a_whole_one_in_every_dtype() {
         near(&format!("{dtype:?} head"), &want[0].f32("y").unwrap(), &twin, CHAIN);
         for rows in [1024, 2048] {
             let (parts, _) = stored_head(dtype, v, d, rows);
-            let got = run(
-                &device,
-                &parts,
-                device.caps(),
-                &step(&given, &weights(&parts), Blocks::default()),
-                &given,
-                &[],
-            );
+            let got =
+                run(&device, &parts, device.caps(), &step(&given, &weights(&parts), Blocks::default()), &given, &[]);
             same(&format!("{dtype:?} head in pieces of {rows}"), &got, &want);
         }
     }
@@ -223,17 +139,10 @@ fn the_backward_pass_meets_the_pieces_of_the_head_in_reverse() {
     let device = device();
     let (t, v, d) = (300u64, 5 * 1024u64, 8u64);
     let (parts, _) = stored_head(DType::BF16, v, d, 1024);
-    let given = vec![
-        Given::random(1, &[t, d], 2.0),
-        Given::random(2, &[1], 1.0),
-        labels(t, v),
-        Given::random(3, &[t], 1.0),
-    ];
+    let given =
+        vec![Given::random(1, &[t, d], 2.0), Given::random(2, &[1], 1.0), labels(t, v), Given::random(3, &[t], 1.0)];
     let [_, program] = step(&given, &weights(&parts), Blocks::default());
-    let options = Options {
-        once: true,
-        ..Options::default()
-    };
+    let options = Options { once: true, ..Options::default() };
     let set = ebbtide::compile_with(&[program], &parts, device.caps(), Budget::Floor, options).unwrap();
     let loads: Vec<u32> = set.plans[0]
         .actions
@@ -280,32 +189,12 @@ fn what_does_not_fit_is_refused_in_words() {
     let w = g.input("w", [5, 3]).unwrap();
     let labels = g.input_i32("labels", [4]).unwrap();
     let floats = g.input("floats", [4]).unwrap();
-    assert!(
-        cross_entropy(&mut g, h, &[w], floats, floats)
-            .unwrap_err()
-            .to_string()
-            .contains("integers")
-    );
-    assert!(
-        cross_entropy(&mut g, h, &[], labels, floats)
-            .unwrap_err()
-            .to_string()
-            .contains("no rows")
-    );
-    let error = cross_entropy(&mut g, h, &[w, w], labels, floats)
-        .unwrap_err()
-        .to_string();
+    assert!(cross_entropy(&mut g, h, &[w], floats, floats).unwrap_err().to_string().contains("integers"));
+    assert!(cross_entropy(&mut g, h, &[], labels, floats).unwrap_err().to_string().contains("no rows"));
+    let error = cross_entropy(&mut g, h, &[w, w], labels, floats).unwrap_err().to_string();
     assert!(error.contains("1024"), "{error}");
-    let odd = Blocks {
-        tokens: 1,
-        vocabulary: 1000,
-    };
-    assert!(
-        token_losses_in(&mut g, h, &[w], labels, odd)
-            .unwrap_err()
-            .to_string()
-            .contains("1024")
-    );
+    let odd = Blocks { tokens: 1, vocabulary: 1000 };
+    assert!(token_losses_in(&mut g, h, &[w], labels, odd).unwrap_err().to_string().contains("1024"));
     // A head that is to be trained.
     let loss = cross_entropy(&mut g, h, &[w], labels, floats).unwrap();
     assert!(g.value_and_grad(loss, &[w]).unwrap_err().to_string().contains("frozen"));

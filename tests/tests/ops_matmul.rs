@@ -29,17 +29,10 @@ fn product(a: &[f64], da: &[u64], b: &[f64], db: &[u64], to: &[u64]) -> Vec<f64>
     };
     let mut y = Vec::new();
     for i in 0..to[..rank - 2].iter().product() {
-        let (a, b) = (
-            &a[(batch(i, da) * m * k) as usize..],
-            &b[(batch(i, db) * k * n) as usize..],
-        );
+        let (a, b) = (&a[(batch(i, da) * m * k) as usize..], &b[(batch(i, db) * k * n) as usize..]);
         for row in 0..m {
             for col in 0..n {
-                y.push(
-                    (0..k)
-                        .map(|j| a[(row * k + j) as usize] * b[(j * n + col) as usize])
-                        .sum(),
-                );
+                y.push((0..k).map(|j| a[(row * k + j) as usize] * b[(j * n + col) as usize]).sum());
             }
         }
     }
@@ -49,9 +42,7 @@ fn product(a: &[f64], da: &[u64], b: &[f64], db: &[u64], to: &[u64]) -> Vec<f64>
 /// Rows and columns of the last two dimensions exchanged.
 fn turned(x: &[f64], dims: &[u64]) -> Vec<f64> {
     let (m, n) = (dims[dims.len() - 2] as usize, dims[dims.len() - 1] as usize);
-    x.chunks((m * n).max(1))
-        .flat_map(|x| (0..n * m).map(|i| x[i % m * n + i / m]).collect::<Vec<_>>())
-        .collect()
+    x.chunks((m * n).max(1)).flat_map(|x| (0..n * m).map(|i| x[i % m * n + i / m]).collect::<Vec<_>>()).collect()
 }
 
 fn swapped(dims: &[u64]) -> Vec<u64> {
@@ -80,10 +71,7 @@ fn products_of_every_rank_and_transposition_equal_the_textbook_with_their_gradie
     for (da, db, to) in cases {
         for (ta, tb) in [(false, false), (true, false), (false, true), (true, true)] {
             let stored = |dims: &[u64], t: bool| if t { swapped(dims) } else { dims.to_vec() };
-            let given = vec![
-                Given::random(1, &stored(da, ta), 1.0),
-                Given::random(2, &stored(db, tb), 1.0),
-            ];
+            let given = vec![Given::random(1, &stored(da, ta), 1.0), Given::random(2, &stored(db, tb), 1.0)];
             let build = |g: &mut Graph, x: &[Tensor]| {
                 let a = if ta { g.transpose(x[0])? } else { x[0] };
                 let b = if tb { g.transpose(x[1])? } else { x[1] };
@@ -103,11 +91,7 @@ fn products_of_every_rank_and_transposition_equal_the_textbook_with_their_gradie
 #[test]
 fn slices_factors_and_biases_are_part_of_a_product() {
     let device = device();
-    let given = vec![
-        Given::random(1, &[7, 40], 1.0),
-        Given::random(2, &[37, 9], 1.0),
-        Given::random(3, &[5], 1.0),
-    ];
+    let given = vec![Given::random(1, &[7, 40], 1.0), Given::random(2, &[37, 9], 1.0), Given::random(3, &[5], 1.0)];
     let build = |g: &mut Graph, x: &[Tensor]| {
         let a = g.slice(x[0], 1, 2, 35)?;
         let a = g.slice(a, 0, 1, 6)?;
@@ -117,17 +101,12 @@ fn slices_factors_and_biases_are_part_of_a_product() {
     };
     let reference = |x: &[Vec<f64>]| {
         let at = |row: usize, col: usize| {
-            let sum: f64 = (0..33)
-                .map(|k| x[0][(row + 1) * 40 + k + 2] * x[1][(k + 3) * 9 + col + 4])
-                .sum();
+            let sum: f64 = (0..33).map(|k| x[0][(row + 1) * 40 + k + 2] * x[1][(k + 3) * 9 + col + 4]).sum();
             -0.75 * sum + x[2][col]
         };
         (0..25).map(|i| at(i / 5, i % 5)).collect()
     };
-    check(
-        &device,
-        &Case::new("slices, factor, bias", given, &[0, 1, 2], &build, &reference),
-    );
+    check(&device, &Case::new("slices, factor, bias", given, &[0, 1, 2], &build, &reference));
 }
 
 #[test]
@@ -160,14 +139,7 @@ fn either_operand_may_be_narrow_and_a_cast_of_a_view_too() {
             &build,
             &reference,
         );
-        check(
-            &device,
-            &Case {
-                catalog: Some(&catalog),
-                tolerance: ops::CHAIN,
-                ..case
-            },
-        );
+        check(&device, &Case { catalog: Some(&catalog), tolerance: ops::CHAIN, ..case });
     }
 }
 

@@ -10,16 +10,7 @@ use ebbtide_tests::engine::{self, device, random};
 use ops::reference as textbook;
 use ops::{CHAIN, Case, Given, WEIGHTS, check, stored};
 
-const ROWS: [(u64, u64); 8] = [
-    (1, 1),
-    (3, 31),
-    (2, 33),
-    (5, 65),
-    (1, 127),
-    (33, 3),
-    (127, 65),
-    (2, 1025),
-];
+const ROWS: [(u64, u64); 8] = [(1, 1), (3, 31), (2, 33), (5, 65), (1, 127), (33, 3), (127, 65), (2, 1025)];
 const EPS: f32 = 1e-5;
 
 #[test]
@@ -28,34 +19,14 @@ fn softmax_equals_the_textbook_and_its_gradient_the_differences() {
     for (rows, n) in ROWS {
         let build = |g: &mut Graph, x: &[Tensor]| softmax(g, x[0]);
         let reference = |x: &[Vec<f64>]| textbook::softmax(&x[0], n as usize);
-        let case = Case::new(
-            format!("softmax {rows}x{n}"),
-            vec![Given::random(1, &[rows, n], 6.0)],
-            &[0],
-            &build,
-            &reference,
-        );
-        check(
-            &device,
-            &Case {
-                tolerance: CHAIN,
-                ..case
-            },
-        );
+        let case =
+            Case::new(format!("softmax {rows}x{n}"), vec![Given::random(1, &[rows, n], 6.0)], &[0], &build, &reference);
+        check(&device, &Case { tolerance: CHAIN, ..case });
     }
     let build = |g: &mut Graph, x: &[Tensor]| softmax(g, x[0]);
     let none = |_: &[Vec<f64>]| vec![];
     for shape in [vec![0, 5], vec![3, 0]] {
-        check(
-            &device,
-            &Case::new(
-                "softmax of nothing",
-                vec![Given::random(1, &shape, 1.0)],
-                &[0],
-                &build,
-                &none,
-            ),
-        );
+        check(&device, &Case::new("softmax of nothing", vec![Given::random(1, &shape, 1.0)], &[0], &build, &none));
     }
 }
 
@@ -88,13 +59,7 @@ fn a_norm_over_a_view_is_the_norm_of_its_elements() {
     let reference =
         |x: &[Vec<f64>]| textbook::softmax(&textbook::rms_norm(&seen(&x[0]), &x[1], f64::from(EPS), 0.0), 7);
     let case = Case::new("norm and softmax of a view", given, &[0, 1], &build, &reference);
-    check(
-        &device,
-        &Case {
-            tolerance: CHAIN,
-            ..case
-        },
-    );
+    check(&device, &Case { tolerance: CHAIN, ..case });
 }
 
 #[test]
@@ -107,16 +72,7 @@ fn an_rms_norm_equals_the_textbook_and_its_gradients_the_differences() {
             let given = vec![Given::random(1, &[rows, n], 2.0), Given::random(2, &[n], 1.0)];
             // Of one feature only the sign passes: its derivative is what eps leaves of a difference, and is not compared.
             let wrt: &[usize] = if n == 1 { &[1] } else { &[0, 1] };
-            check(
-                &device,
-                &Case::new(
-                    format!("rms norm {rows}x{n} plus {plus}"),
-                    given,
-                    wrt,
-                    &build,
-                    &reference,
-                ),
-            );
+            check(&device, &Case::new(format!("rms norm {rows}x{n} plus {plus}"), given, wrt, &build, &reference));
         }
     }
 }
@@ -165,20 +121,8 @@ fn stored_weights_of_norms_are_read_in_their_dtype() {
             let y = textbook::rms_norm(&x[0], &kept, f64::from(EPS), 1.0);
             textbook::layer_norm(&y, &kept, Some(&bias), f64::from(EPS))
         };
-        let case = Case::new(
-            format!("norms of {dtype:?}"),
-            vec![Given::random(1, &[5, 33], 1.0)],
-            &[0],
-            &build,
-            &reference,
-        );
-        check(
-            &device,
-            &Case {
-                catalog: Some(&catalog),
-                tolerance: CHAIN,
-                ..case
-            },
-        );
+        let case =
+            Case::new(format!("norms of {dtype:?}"), vec![Given::random(1, &[5, 33], 1.0)], &[0], &build, &reference);
+        check(&device, &Case { catalog: Some(&catalog), tolerance: CHAIN, ..case });
     }
 }

@@ -66,18 +66,7 @@ fn program(catalog: &Catalog, params: &Params, adamw: &AdamW, twice: bool) -> Pr
             .block(|g| {
                 let (frozen, bias) = (g.weight(&segment, "w")?, g.weight(&segment, "b")?);
                 let h = if pass == 0 { rms_norm(g, x, w[0], EPS, 1.0)? } else { x };
-                let h = linear_lora(
-                    g,
-                    h,
-                    frozen,
-                    Some(bias),
-                    Lora {
-                        a: w[1],
-                        b: w[3],
-                        scale: 0.7,
-                        input: None,
-                    },
-                )?;
+                let h = linear_lora(g, h, frozen, Some(bias), Lora { a: w[1], b: w[3], scale: 0.7, input: None })?;
                 let h = g.unary(Unary::Tanh, h)?;
                 let y = linear(g, h, w[4], Some(w[5]))?;
                 g.mul(y, y)
@@ -98,10 +87,7 @@ fn compiled(
     recompute: Recompute,
 ) -> PlanSet {
     let _ = device;
-    let options = Options {
-        recompute,
-        ..Options::default()
-    };
+    let options = Options { recompute, ..Options::default() };
     compile::compile_with(std::slice::from_ref(program), catalog, caps, budget, options).unwrap()
 }
 
@@ -121,19 +107,12 @@ impl Run {
             wait(session.write_state(&Params::values_name(i), bytemuck::cast_slice(part))).unwrap();
             at += *n as usize;
         }
-        Run {
-            session,
-            adamw: *adamw,
-            params: params.clone(),
-        }
+        Run { session, adamw: *adamw, params: params.clone() }
     }
 
     fn step(&mut self, x: &[f32], step: u64) -> Outputs {
         let hyper = self.adamw.hyper(0.01, step);
-        let inputs = [
-            ("x", bytemuck::cast_slice(x)),
-            (HYPER_INPUT, bytemuck::cast_slice(&hyper)),
-        ];
+        let inputs = [("x", bytemuck::cast_slice(x)), (HYPER_INPUT, bytemuck::cast_slice(&hyper))];
         wait(self.session.run(0, &inputs, &Cancel::new(), &mut Vec::new())).unwrap()
     }
 
@@ -158,12 +137,8 @@ fn control(out: &Outputs) -> (u32, f32, f32) {
 
 /// The loss in f64, of values in the order of the parameters.
 fn loss(x: &[f64], values: &[f64]) -> f64 {
-    let doubles = |seed: u64, n: u64, s: f32| {
-        random(seed, n as usize, s)
-            .iter()
-            .map(|v| f64::from(*v))
-            .collect::<Vec<f64>>()
-    };
+    let doubles =
+        |seed: u64, n: u64, s: f32| random(seed, n as usize, s).iter().map(|v| f64::from(*v)).collect::<Vec<f64>>();
     let (frozen, bias) = (doubles(100, OUT * IN, 0.3), doubles(101, OUT, 0.3));
     let mut at = 0;
     let mut take = |n: u64| {
@@ -176,11 +151,7 @@ fn loss(x: &[f64], values: &[f64]) -> f64 {
     let plain = textbook::linear(&h, &frozen, Some(&bias), IN as usize, OUT as usize);
     let low = textbook::linear(&h, a, None, IN as usize, RANK as usize);
     let part = textbook::linear(&low, b, None, RANK as usize, OUT as usize);
-    let h: Vec<f64> = plain
-        .iter()
-        .zip(part)
-        .map(|(p, q)| (p + f64::from(0.7f32) * q).tanh())
-        .collect();
+    let h: Vec<f64> = plain.iter().zip(part).map(|(p, q)| (p + f64::from(0.7f32) * q).tanh()).collect();
     let y = textbook::linear(&h, last, Some(last_bias), OUT as usize, 3);
     y.iter().map(|v| v * v).sum::<f64>() / y.len() as f64
 }
@@ -191,11 +162,7 @@ fn three_steps_equal_adamw_in_f64_with_gradients_by_differences() {
     let catalog = catalog();
     let params = params(Params::new());
     for max_norm in [0.0, 0.05] {
-        let adamw = AdamW {
-            weight_decay: 0.1,
-            max_norm,
-            ..AdamW::default()
-        };
+        let adamw = AdamW { weight_decay: 0.1, max_norm, ..AdamW::default() };
         let program = program(&catalog, &params, &adamw, false);
         let set = compiled(&device, &catalog, &program, device.caps(), Budget::All, Recompute::Auto);
         let mut run = Run::new(&device, &catalog, set, &params, &adamw);
@@ -216,11 +183,7 @@ fn three_steps_equal_adamw_in_f64_with_gradients_by_differences() {
             };
             let grads: Vec<f64> = (0..values.len()).map(slope).collect();
             let norm = grads.iter().map(|g| g * g).sum::<f64>().sqrt();
-            let factor = if max_norm > 0.0 && norm > max_norm {
-                max_norm / norm
-            } else {
-                1.0
-            };
+            let factor = if max_norm > 0.0 && norm > max_norm { max_norm / norm } else { 1.0 };
             let (bits, clip, got) = control(&out);
             assert_eq!(bits, 0);
             near("clip and norm", &[clip, got], &[factor, norm], CHAIN);
@@ -239,10 +202,7 @@ fn three_steps_equal_adamw_in_f64_with_gradients_by_differences() {
             "values",
             &state[..values.len()],
             &values,
-            ebbtide_tests::kernel::Tolerance {
-                rel: 1e-4,
-                of_largest: 1e-4,
-            },
+            ebbtide_tests::kernel::Tolerance { rel: 1e-4, of_largest: 1e-4 },
         );
     }
 }
@@ -252,10 +212,7 @@ fn a_step_that_is_not_finite_changes_nothing_and_leaves_no_trace() {
     let device = device();
     let catalog = catalog();
     let params = params(Params::new());
-    let adamw = AdamW {
-        max_norm: 1.0,
-        ..AdamW::default()
-    };
+    let adamw = AdamW { max_norm: 1.0, ..AdamW::default() };
     let program = program(&catalog, &params, &adamw, false);
     let make = || {
         let set = compiled(&device, &catalog, &program, device.caps(), Budget::All, Recompute::Auto);
@@ -290,12 +247,7 @@ fn budgets_recomputation_cuts_and_arrays_leave_no_trace() {
         let steps = |set: PlanSet, params: &Params| {
             let mut run = Run::new(&device, &catalog, set, params, &adamw);
             let losses: Vec<Vec<u8>> = (1..=4)
-                .map(|i| {
-                    run.step(&random(500 + i, (ROWS * IN) as usize, 1.0), i)
-                        .bytes("loss")
-                        .unwrap()
-                        .to_vec()
-                })
+                .map(|i| run.step(&random(500 + i, (ROWS * IN) as usize, 1.0), i).bytes("loss").unwrap().to_vec())
                 .collect();
             (losses.concat(), run.state())
         };
@@ -306,18 +258,9 @@ fn budgets_recomputation_cuts_and_arrays_leave_no_trace() {
             same_bits(&format!("{what}: losses"), &got.0, &want.0);
             same_bits(&format!("{what}: state"), &got.1, &want.1);
         };
-        same(
-            "recomputed",
-            steps(set(device.caps(), Budget::All, Recompute::On), &whole),
-        );
-        same(
-            "at the floor",
-            steps(set(device.caps(), Budget::Floor, Recompute::On), &whole),
-        );
-        same(
-            "cut small",
-            steps(set(&cut(&device), Budget::Floor, Recompute::Auto), &whole),
-        );
+        same("recomputed", steps(set(device.caps(), Budget::All, Recompute::On), &whole));
+        same("at the floor", steps(set(device.caps(), Budget::Floor, Recompute::On), &whole));
+        same("cut small", steps(set(&cut(&device), Budget::Floor, Recompute::Auto), &whole));
         let parted = params(Params::cut_at(4 * 80));
         assert!(parted.arrays().len() > 1, "{:?}", parted.arrays());
         let step = program(&catalog, &parted, &adamw, twice);
@@ -345,11 +288,7 @@ fn gradients_are_written_where_they_stay_and_go_on_from_what_is_there() {
         let placed = kernels(&set).iter().filter(|k| **k == "place").count();
         // Only the tensor that the loss does not reach is filled with zeros.
         assert_eq!(placed, 1, "{:?}", kernels(&set));
-        assert_eq!(
-            kernels(&set).iter().filter(|k| **k == "adamw").count(),
-            1,
-            "one update for all tensors"
-        );
+        assert_eq!(kernels(&set).iter().filter(|k| **k == "adamw").count(), 1, "one update for all tensors");
         assert_eq!(kernels(&set).last(), Some(&"adamw"), "updates come last");
     }
 }
@@ -391,18 +330,7 @@ fn micro_batches_go_on_from_the_stored_gradient() {
                 let x = embedding(&mut g, w[0], ids)?;
                 let x = layer_norm(&mut g, x, w[1], Some(w[2]), EPS)?;
                 let frozen = g.weight(&segment, "w")?;
-                let x = linear_lora(
-                    &mut g,
-                    x,
-                    frozen,
-                    None,
-                    Lora {
-                        a: w[3],
-                        b: w[4],
-                        scale: 0.7,
-                        input: None,
-                    },
-                )?;
+                let x = linear_lora(&mut g, x, frozen, None, Lora { a: w[3], b: w[4], scale: 0.7, input: None })?;
                 let x = rms_norm(&mut g, x, w[5], EPS, 0.0)?;
                 let y = linear(&mut g, x, w[6], Some(w[7]))?;
                 let y = g.mul(y, c)?;
@@ -422,10 +350,7 @@ fn micro_batches_go_on_from_the_stored_gradient() {
             .iter()
             .flat_map(|b| {
                 let c: &[u8] = bytemuck::cast_slice(&c[5 * b.start..5 * b.end]);
-                [
-                    (format!("ids{}", b.start), bytemuck::cast_slice(&ids[b.clone()])),
-                    (format!("c{}", b.start), c),
-                ]
+                [(format!("ids{}", b.start), bytemuck::cast_slice(&ids[b.clone()])), (format!("c{}", b.start), c)]
             })
             .collect();
         let mut inputs: Vec<(&str, &[u8])> = names.iter().map(|(n, b)| (n.as_str(), *b)).collect();
@@ -436,11 +361,7 @@ fn micro_batches_go_on_from_the_stored_gradient() {
     let all = 0..tokens;
     let whole = run(std::slice::from_ref(&all));
     assert!(whole.iter().any(|b| *b != 0));
-    same_bits(
-        "first moments of two halves",
-        &run(&[tokens / 2..tokens, 0..tokens / 2]),
-        &whole,
-    );
+    same_bits("first moments of two halves", &run(&[tokens / 2..tokens, 0..tokens / 2]), &whole);
     same_bits("first moments of three parts", &run(&[13..tokens, 5..13, 0..5]), &whole);
 }
 
@@ -452,25 +373,11 @@ fn adapters_gradients_and_moments_are_as_large_as_what_is_trained() {
     let program = program(&catalog, &params, &AdamW::default(), false);
     let set = compiled(&device, &catalog, &program, device.caps(), Budget::All, Recompute::Auto);
     let trained = 4 * params.iter().map(|p| p.shape.elements()).sum::<u64>();
-    let of = |c| {
-        set.table
-            .slots
-            .iter()
-            .filter(|s| s.category == c)
-            .map(|s| s.bytes())
-            .sum::<u64>()
-    };
+    let of = |c| set.table.slots.iter().filter(|s| s.category == c).map(|s| s.bytes()).sum::<u64>();
     use ebbtide::compile::Category;
-    for (category, times) in [
-        (Category::Adapters, 1),
-        (Category::Gradients, 1),
-        (Category::Optimizer, 2),
-    ] {
+    for (category, times) in [(Category::Adapters, 1), (Category::Gradients, 1), (Category::Optimizer, 2)] {
         let bytes = of(category);
-        assert!(
-            (times * trained..times * (trained + 256)).contains(&bytes),
-            "{category:?}: {bytes} of {trained}"
-        );
+        assert!((times * trained..times * (trained + 256)).contains(&bytes), "{category:?}: {bytes} of {trained}");
     }
 }
 
@@ -483,10 +390,7 @@ fn parameters_that_cannot_be_are_refused_in_words() {
     assert!(params.add("c", shape(&[0])).is_err());
     params.add("d", shape(&[7])).unwrap();
     assert_eq!(params.arrays(), [4, 7]);
-    assert_eq!(
-        (params.get("d").unwrap().array, params.get("d").unwrap().offset),
-        (1, 0)
-    );
+    assert_eq!((params.get("d").unwrap().array, params.get("d").unwrap().offset), (1, 0));
 
     let mut g = Graph::new();
     let x = g.input("x", [1]).unwrap();
@@ -495,9 +399,6 @@ fn parameters_that_cannot_be_are_refused_in_words() {
     assert!(train_step(g.clone(), x, &none, &values, &AdamW::default()).is_err());
     let values = params.bind(&mut g).unwrap();
     let loss = g.sum(values.windows[0]).unwrap();
-    let odd = AdamW {
-        beta1: 1.0,
-        ..AdamW::default()
-    };
+    let odd = AdamW { beta1: 1.0, ..AdamW::default() };
     assert!(train_step(g, loss, &params, &values, &odd).is_err());
 }

@@ -142,11 +142,7 @@ fn textbook(x: &Dense, step: &Step) -> Dense {
         Step::Reshape(_) => Dense { dims, x: x.x.clone() },
         Step::Broadcast(_) => Dense::new(dims, |i| {
             let tail = &i[i.len() - x.dims.len()..];
-            let index: Vec<u64> = tail
-                .iter()
-                .zip(&x.dims)
-                .map(|(i, n)| if *n == 1 { 0 } else { *i })
-                .collect();
+            let index: Vec<u64> = tail.iter().zip(&x.dims).map(|(i, n)| if *n == 1 { 0 } else { *i }).collect();
             x.at(&index)
         }),
         Step::ConcatSelf(d) => Dense::new(dims, |i| {
@@ -169,10 +165,7 @@ fn textbook(x: &Dense, step: &Step) -> Dense {
             let first: Vec<u64> = i.iter().zip(start).map(|(i, s)| i.saturating_sub(*s)).collect();
             x.at(i) + if inside { x.at(&first) } else { 0.0 }
         }),
-        Step::Square => Dense {
-            dims,
-            x: x.x.iter().map(|v| v * v).collect(),
-        },
+        Step::Square => Dense { dims, x: x.x.iter().map(|v| v * v).collect() },
     }
 }
 
@@ -193,15 +186,7 @@ fn build(g: &mut Graph, x: Tensor, step: &Step) -> ebbtide::Result<Tensor> {
             let shape = g.shape(part)?;
             let strides = Shape::new(&dims)?.dense_strides();
             let offset = start.iter().zip(strides).map(|(s, n)| s * n).sum();
-            g.place(
-                part,
-                x,
-                Region {
-                    shape,
-                    view: View { offset, strides },
-                    carry: true,
-                },
-            )
+            g.place(part, x, Region { shape, view: View { offset, strides }, carry: true })
         }
         Step::Square => g.mul(x, x),
     }
@@ -228,26 +213,11 @@ fn random_chains_of_views_and_writes_equal_the_textbook_with_their_gradients() {
         }
         let build = |g: &mut Graph, x: &[Tensor]| steps.iter().try_fold(x[0], |x, step| build(g, x, step));
         let reference = |x: &[Vec<f64>]| {
-            let x = Dense {
-                dims: start.clone(),
-                x: x[0].clone(),
-            };
+            let x = Dense { dims: start.clone(), x: x[0].clone() };
             steps.iter().fold(x, |x, step| textbook(&x, step)).x
         };
         let given = vec![Given::random(seed, &start, 1.0)];
-        let case = Case::new(
-            format!("chain {seed} from {start:?}: {steps:?}"),
-            given,
-            &[0],
-            &build,
-            &reference,
-        );
-        check(
-            &device,
-            &Case {
-                tolerance: CHAIN,
-                ..case
-            },
-        );
+        let case = Case::new(format!("chain {seed} from {start:?}: {steps:?}"), given, &[0], &build, &reference);
+        check(&device, &Case { tolerance: CHAIN, ..case });
     }
 }

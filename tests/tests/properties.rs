@@ -35,18 +35,8 @@ fn case() -> impl Strategy<Value = Case> {
         kind,
         by_hand,
     });
-    (
-        prop::collection::vec(0u64..40, 5),
-        prop::collection::vec(layer, 1..12),
-        0.0f64..1.2,
-        0u8..3,
-    )
-        .prop_map(|(widths, layers, budget, way)| Case {
-            widths,
-            layers,
-            budget,
-            way,
-        })
+    (prop::collection::vec(0u64..40, 5), prop::collection::vec(layer, 1..12), 0.0f64..1.2, 0u8..3)
+        .prop_map(|(widths, layers, budget, way)| Case { widths, layers, budget, way })
 }
 
 const WIDTH: u64 = 12;
@@ -115,9 +105,7 @@ fn program(case: &Case, catalog: &Catalog) -> Program {
             let (w, b) = (g.weight(s, "w").unwrap(), g.weight(s, "b").unwrap());
             build(&mut g, w, b).unwrap()
         };
-        h = g
-            .unary(if layer.kind % 2 == 0 { Unary::Tanh } else { Unary::Relu }, h)
-            .unwrap();
+        h = g.unary(if layer.kind % 2 == 0 { Unary::Tanh } else { Unary::Relu }, h).unwrap();
         earlier.push(h);
     }
     let loss = g.mean(h).unwrap();
@@ -145,23 +133,13 @@ fn planned(case: &Case) -> Result<(), TestCaseError> {
     budgets.push(floor.floor + (span as f64 * case.budget) as u64);
     for budget in budgets {
         let set = compile(Budget::Bytes(budget));
-        prop_assert!(
-            set.is_ok(),
-            "budget {} of floor {}: {:?}",
-            budget,
-            floor.floor,
-            set.err()
-        );
+        prop_assert!(set.is_ok(), "budget {} of floor {}: {:?}", budget, floor.floor, set.err());
         let set = set.unwrap();
         prop_assert!(set.planned_peak() <= budget);
         prop_assert!(verify(&set.plans[0], &set, &caps, true).is_ok());
         // More memory never means more loads where the budget alone decides.
         let decides = !options(case).once && case.layers.iter().all(|l| !l.by_hand);
-        prop_assert!(
-            !decides || set.streamed_bytes(0) <= floor.streamed_bytes(0),
-            "budget {}",
-            budget
-        );
+        prop_assert!(!decides || set.streamed_bytes(0) <= floor.streamed_bytes(0), "budget {}", budget);
     }
     Ok(())
 }
@@ -179,11 +157,8 @@ proptest! {
 fn random_programs_at_random_budgets_have_the_bits_of_the_resident_run() {
     let device = engine::device();
     let x = random(77, (ROWS * WIDTH) as usize, 0.7);
-    let config = ProptestConfig {
-        cases: if slow(&device) { 6 } else { 40 },
-        failure_persistence: None,
-        ..Default::default()
-    };
+    let config =
+        ProptestConfig { cases: if slow(&device) { 6 } else { 40 }, failure_persistence: None, ..Default::default() };
     proptest!(config, |(case in case())| {
         let catalog = catalog(&case);
         let program = program(&case, &catalog);

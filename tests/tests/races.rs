@@ -45,8 +45,7 @@ fn program(catalog: &Catalog, rows: u64, slow: u64, by_hand: bool) -> Program {
     let mut h = x;
     for (i, segment) in catalog.segments().cloned().collect::<Vec<_>>().iter().enumerate() {
         h = if by_hand {
-            g.with(segment, |g, w| g.matmul(h, w.get("w")?, Some(w.get("b")?)))
-                .unwrap()
+            g.with(segment, |g, w| g.matmul(h, w.get("w")?, Some(w.get("b")?))).unwrap()
         } else {
             let (w, b) = (g.weight(segment, "w").unwrap(), g.weight(segment, "b").unwrap());
             g.matmul(h, w, Some(b)).unwrap()
@@ -66,14 +65,7 @@ fn program(catalog: &Catalog, rows: u64, slow: u64, by_hand: bool) -> Program {
 }
 
 fn step(session: &mut Session, x: &[f32], out: &mut Outputs) {
-    wait(session.run_into(
-        0,
-        &[("x", bytemuck::cast_slice(x))],
-        &Cancel::new(),
-        &mut |_: Event| (),
-        out,
-    ))
-    .unwrap();
+    wait(session.run_into(0, &[("x", bytemuck::cast_slice(x))], &Cancel::new(), &mut |_: Event| (), out)).unwrap();
 }
 
 /// The same set with a ring of so many chunks of so many bytes.
@@ -82,19 +74,14 @@ fn with_ring(set: &PlanSet, chunk: u64, chunks: u32) -> PlanSet {
     let before = set.table.upload.bytes();
     set.table.upload = Ring { chunk, chunks };
     set.planned.sub(ebbtide::compile::Category::Upload, before);
-    set.planned
-        .add(ebbtide::compile::Category::Upload, set.table.upload.bytes());
+    set.planned.add(ebbtide::compile::Category::Upload, set.table.upload.bytes());
     set.budget = set.budget.max(set.planned_peak());
     set
 }
 
 fn compare(what: &str, got: &Outputs, want: &Outputs) {
     for name in ["loss", "grad.0"] {
-        same_bits(
-            &format!("{what}, {name}"),
-            got.bytes(name).unwrap(),
-            want.bytes(name).unwrap(),
-        );
+        same_bits(&format!("{what}, {name}"), got.bytes(name).unwrap(), want.bytes(name).unwrap());
     }
 }
 
@@ -108,42 +95,21 @@ fn rings_of_one_two_and_three_chunks_stay_whole_over_200_repeats_with_late_reads
     let program = program(&catalog, rows, 1, false);
     let x = engine::random(4, (rows * WIDTH) as usize, 1.0);
     let mut want = Outputs::default();
-    step(
-        &mut engine::session(&device, &catalog, &program, Budget::All, keep()),
-        &x,
-        &mut want,
-    );
+    step(&mut engine::session(&device, &catalog, &program, Budget::All, keep()), &x, &mut want);
     assert!(want.f32("loss").unwrap()[0].is_finite());
     let floor = engine::compiled(&device, &catalog, &program, Budget::Floor, keep());
     let room = floor.segments[0].device_bytes();
     delay.store(1, Ordering::Relaxed);
     // Chunks that hold a segment, and chunks of which a segment needs several.
-    let cases = [
-        (0, 8192, 1),
-        (0, 1024, 1),
-        (1, 4096, 2),
-        (1, 1024, 2),
-        (1, 8192, 3),
-        (3, 512, 3),
-    ];
+    let cases = [(0, 8192, 1), (0, 1024, 1), (1, 4096, 2), (1, 1024, 2), (1, 8192, 3), (3, 512, 3)];
     for (ahead, chunk, chunks) in cases {
-        let set = engine::compiled(
-            &device,
-            &catalog,
-            &program,
-            Budget::Bytes(floor.floor + ahead * room),
-            keep(),
-        );
+        let set = engine::compiled(&device, &catalog, &program, Budget::Bytes(floor.floor + ahead * room), keep());
         let mut session = wait(Session::new(&device, &catalog, with_ring(&set, chunk, chunks))).unwrap();
         let mut out = Outputs::default();
         for repeat in 0..repeats / cases.len() + 1 {
             step(&mut session, &x, &mut out);
             assert_eq!(out.loads, 2 * (LAYERS - 1 - ahead), "{ahead}");
-            compare(
-                &format!("{chunks} chunks of {chunk}, room for {}, repeat {repeat}", ahead + 1),
-                &out,
-                &want,
-            );
+            compare(&format!("{chunks} chunks of {chunk}, room for {}, repeat {repeat}", ahead + 1), &out, &want);
         }
     }
 }
@@ -158,13 +124,7 @@ fn a_queue_far_behind_the_host_reads_each_layers_own_weights() {
     let x = engine::random(4, (rows * WIDTH) as usize, 1.0);
     let mut want = Outputs::default();
     step(
-        &mut engine::session(
-            &device,
-            &catalog,
-            &program(&catalog, rows, 1, false),
-            Budget::All,
-            keep(),
-        ),
+        &mut engine::session(&device, &catalog, &program(&catalog, rows, 1, false), Budget::All, keep()),
         &x,
         &mut want,
     );

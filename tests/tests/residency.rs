@@ -17,25 +17,14 @@ fn twelve_layers_with_room_for_c_cost_exactly_two_loads_for_each_that_does_not_f
     let all = engine::compiled(&device, &catalog, &program, Budget::All, keep());
     let segment = all.segments[0].device_bytes();
     assert!(all.segments.iter().all(|s| s.device_bytes() == segment));
-    let want = engine::run(&mut session(&device, &catalog, &program, Budget::All, keep()), &x)
-        .unwrap()
-        .0;
+    let want = engine::run(&mut session(&device, &catalog, &program, Budget::All, keep()), &x).unwrap().0;
     assert_eq!(want.loads, 0, "with everything resident nothing is loaded in a step");
     for c in 1..L {
-        let mut session = session(
-            &device,
-            &catalog,
-            &program,
-            Budget::Bytes(all.floor + (c - 1) * segment),
-            keep(),
-        );
+        let mut session = session(&device, &catalog, &program, Budget::Bytes(all.floor + (c - 1) * segment), keep());
         let set = session.set();
         let budget = all.floor + (c - 1) * segment;
         let planned = set.planned_peak();
-        assert!(
-            planned <= budget && budget - planned < segment,
-            "room for {c}: {planned} of {budget}"
-        );
+        assert!(planned <= budget && budget - planned < segment, "room for {c}: {planned} of {budget}");
         // A load runs ahead if another segment is at work between the place where it may begin and the action that needs it.
         let reads = |a: &Action| matches!(a, Action::Dispatch { bindings, .. } if bindings.iter().any(|b| matches!(b.content, Content::Weight { .. })));
         let ahead = set.plans[0].actions.iter().enumerate().all(|(i, action)| match action {
@@ -52,10 +41,7 @@ fn twelve_layers_with_room_for_c_cost_exactly_two_loads_for_each_that_does_not_f
                 assert_eq!(out.loads, out.evictions);
             }
         }
-        assert_eq!(
-            device.peak_memory().max(device.active_memory()),
-            device.ledger().usage().peak
-        );
+        assert_eq!(device.peak_memory().max(device.active_memory()), device.ledger().usage().peak);
     }
 }
 
@@ -73,11 +59,7 @@ fn unequal_segments_stay_within_the_bound_in_bytes() {
                 engine::f32s("w", &[*w, *w], &random(i as u64, (w * w) as usize, 0.2)),
                 engine::f32s("b", &[*w], &random(50 + i as u64, *w as usize, 0.5)),
             ];
-            tensors.push(engine::f32s(
-                "ballast",
-                &[ballast],
-                &random(90 + i as u64, ballast as usize, 1.0),
-            ));
+            tensors.push(engine::f32s("ballast", &[ballast], &random(90 + i as u64, ballast as usize, 1.0)));
             (format!("s{i}"), engine::file(&tensors))
         })
         .collect();
@@ -87,9 +69,7 @@ fn unequal_segments_stay_within_the_bound_in_bytes() {
     let x = random(8, (ROWS * WIDTH) as usize, 1.0);
     let all = engine::compiled(&device, &catalog, &program, Budget::All, keep());
     let largest = all.segments.iter().map(|s| s.device_bytes()).max().unwrap();
-    let want = engine::run(&mut session(&device, &catalog, &program, Budget::All, keep()), &x)
-        .unwrap()
-        .0;
+    let want = engine::run(&mut session(&device, &catalog, &program, Budget::All, keep()), &x).unwrap().0;
     let mut last = u64::MAX;
     for i in 0..=16 {
         let budget = all.floor + (all.all - all.floor) * i / 16;
@@ -108,21 +88,13 @@ fn unequal_segments_stay_within_the_bound_in_bytes() {
             .enumerate()
             .any(|(i, a)| matches!(a, Action::Load { by, .. } if *by as usize > i + 1));
         // The largest slot is a streaming one; where loads run ahead, one such slot is for that.
-        let r = slots.iter().sum::<u64>()
-            - if prefetch {
-                slots.iter().max().copied().unwrap_or(0)
-            } else {
-                0
-            };
+        let r = slots.iter().sum::<u64>() - if prefetch { slots.iter().max().copied().unwrap_or(0) } else { 0 };
         let bound = 2 * set.weight_bytes.saturating_sub(r) + 2 * largest;
         let planned = set.streamed_bytes(0);
         let (out, _) = engine::run(&mut session, &x).unwrap();
         same_step(&format!("budget {budget}"), &out, &want);
         assert_eq!(out.streamed_bytes, planned);
-        assert!(
-            planned <= bound,
-            "budget {budget}: {planned} bytes streamed, bound {bound}"
-        );
+        assert!(planned <= bound, "budget {budget}: {planned} bytes streamed, bound {bound}");
         if i == 16 {
             assert_eq!(planned, 0);
         }
@@ -171,20 +143,12 @@ fn a_visit_by_hand_holds_its_segment_from_its_first_use_to_its_last() {
         g.value_and_grad(loss, &[x]).unwrap()
     };
     let x = random(1, (ROWS * WIDTH) as usize, 1.0);
-    let want = engine::run(&mut session(&device, &catalog, &build(false), Budget::All, keep()), &x)
-        .unwrap()
-        .0;
+    let want = engine::run(&mut session(&device, &catalog, &build(false), Budget::All, keep()), &x).unwrap().0;
     for budget in [Budget::Floor, Budget::All] {
-        let (out, events) = engine::run(
-            &mut session(&device, &catalog, &build(true), budget, engine::once()),
-            &x,
-        )
-        .unwrap();
+        let (out, events) =
+            engine::run(&mut session(&device, &catalog, &build(true), budget, engine::once()), &x).unwrap();
         same_step("a visit with another segment in it", &out, &want);
-        let hand: Vec<String> = engine::trace(&events)
-            .into_iter()
-            .filter(|l| l.contains("hand"))
-            .collect();
+        let hand: Vec<String> = engine::trace(&events).into_iter().filter(|l| l.contains("hand")).collect();
         let want = ["forward_load", "forward_unload", "backward_load", "backward_unload"]
             .map(|v| format!("{v}(hand.safetensors)"));
         assert_eq!(hand, want, "{budget}");

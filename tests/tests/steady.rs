@@ -61,11 +61,9 @@ fn a_step_allocates_nothing_of_ours() {
     let catalog = layers(8, WIDTH);
     let x = random(1, (ROWS * WIDTH) as usize, 1.0);
     let inputs: [(&str, &[u8]); 1] = [("x", bytemuck::cast_slice(&x))];
-    for (by_hand, budget, options) in [
-        (false, Budget::Floor, keep()),
-        (false, Budget::Percent(60.0), keep()),
-        (true, Budget::Floor, once()),
-    ] {
+    for (by_hand, budget, options) in
+        [(false, Budget::Floor, keep()), (false, Budget::Percent(60.0), keep()), (true, Budget::Floor, once())]
+    {
         let program = chain(&catalog, ROWS, WIDTH, by_hand);
         let mut session = session(&device, &catalog, &program, budget, options);
         session.on_hook(|_| Ok(()));
@@ -82,10 +80,7 @@ fn a_step_allocates_nothing_of_ours() {
         COUNT.store(false, Ordering::SeqCst);
         let ours = OURS.swap(0, Ordering::SeqCst);
         // `wait` is the test's own: one allocation a run.
-        assert!(
-            ours <= 18,
-            "{ours} allocations in 18 steps, by hand {by_hand}, budget {budget}"
-        );
+        assert!(ours <= 18, "{ours} allocations in 18 steps, by hand {by_hand}, budget {budget}");
         assert!(out.loads > 0 && events > 0);
     }
 }
@@ -110,14 +105,7 @@ fn between_load_1000_and_load_10000_nothing_is_made_and_memory_stands_still() {
             c.memory_allocations.read(),
         ];
         let usage = device.ledger().usage();
-        (
-            objects,
-            usage.made,
-            usage.active.total(),
-            usage.peak,
-            device.pipeline_count(),
-            session.bind_groups(),
-        )
+        (objects, usage.made, usage.active.total(), usage.peak, device.pipeline_count(), session.bind_groups())
     };
     let (mut loads, mut early) = (0, None);
     let last = if slow(&device) { 3_000 } else { 10_000 };
@@ -129,15 +117,8 @@ fn between_load_1000_and_load_10000_nothing_is_made_and_memory_stands_still() {
         }
     }
     let (early, rss_then) = early.unwrap();
-    assert!(
-        early.0[0] > 0 && early.0[1] > 0 && early.0[2] > 0,
-        "the counters count: {early:?}"
-    );
-    assert_eq!(
-        read(&session),
-        early,
-        "buffers, bind groups, pipelines, encoders, bytes, allocations; ledger; ours"
-    );
+    assert!(early.0[0] > 0 && early.0[1] > 0 && early.0[2] > 0, "the counters count: {early:?}");
+    assert_eq!(read(&session), early, "buffers, bind groups, pipelines, encoders, bytes, allocations; ledger; ours");
     let drift = rss() as i64 - rss_then as i64;
     assert!(drift < 1 << 20, "the process grew by {drift} bytes");
     println!("drift {drift} bytes from load 1,000 to {loads}");

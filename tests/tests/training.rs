@@ -30,9 +30,8 @@ fn losses(device: &Device, set: PlanSet, steps: u64) -> (Vec<f32>, Vec<u8>) {
     let catalog = stack::catalog(&SMALL);
     let mut session = stack::session(device, &catalog, &SMALL, set);
     let batches: Vec<Batch> = (0..4).map(|i| Batch::new(&SMALL, i, 2, 16, 32)).collect();
-    let losses = (0..steps)
-        .map(|s| train(&mut session, &batches[s as usize % 4], s + 1).f32("loss").unwrap()[0])
-        .collect();
+    let losses =
+        (0..steps).map(|s| train(&mut session, &batches[s as usize % 4], s + 1).f32("loss").unwrap()[0]).collect();
     (losses, values(&mut session))
 }
 
@@ -271,7 +270,14 @@ fn objects_after_ten_steps_and_after_a_thousand_are_the_same() {
     let objects = |session: &Session| {
         let hal = device.raw().get_internal_counters().hal;
         let usage = device.ledger().usage();
-        (usage.buffers, usage.made, session.bind_groups(), device.pipeline_count(), hal.buffers.read(), hal.bind_groups.read())
+        (
+            usage.buffers,
+            usage.made,
+            session.bind_groups(),
+            device.pipeline_count(),
+            hal.buffers.read(),
+            hal.bind_groups.read(),
+        )
     };
     let mut at_ten = None;
     for step in 1..=if slow(&device) { 200 } else { 1000 } {

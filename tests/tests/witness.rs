@@ -19,11 +19,7 @@ const ALLOWANCE: u64 = 16 << 20;
 #[test]
 fn weights_of_300_mib_run_in_64_mib_and_the_process_grows_by_no_more() {
     let device = device();
-    assert_eq!(
-        device.caps().class,
-        AdapterClass::Software,
-        "the witness needs device memory to be process memory"
-    );
+    assert_eq!(device.caps().class, AdapterClass::Software, "the witness needs device memory to be process memory");
     let (layers, width) = if slow(&device) { (20, 1024u64) } else { (75, 1024) };
     let folder = tempfile::tempdir().unwrap();
     let sources = (0..layers)
@@ -32,10 +28,7 @@ fn weights_of_300_mib_run_in_64_mib_and_the_process_grows_by_no_more() {
             let w = random(i, (width * width) as usize, 0.05);
             std::fs::write(
                 &path,
-                file(&[
-                    f32s("w", &[width, width], &w),
-                    f32s("b", &[width], &vec![0.1; width as usize]),
-                ]),
+                file(&[f32s("w", &[width, width], &w), f32s("b", &[width], &vec![0.1; width as usize])]),
             )
             .unwrap();
             Source::open(&path).unwrap()
@@ -45,11 +38,7 @@ fn weights_of_300_mib_run_in_64_mib_and_the_process_grows_by_no_more() {
     let program = chain(&catalog, 4, width, false);
     let budget = 64u64 << 20;
     let set = engine::compiled(&device, &catalog, &program, Budget::Bytes(budget), keep());
-    assert!(
-        slow(&device) || set.weight_bytes > 4 * budget,
-        "{} bytes of weights",
-        set.weight_bytes
-    );
+    assert!(slow(&device) || set.weight_bytes > 4 * budget, "{} bytes of weights", set.weight_bytes);
     let planned = set.planned_peak();
     assert!(planned <= budget);
     // The driver's compiler is there before the baseline is taken.
@@ -85,12 +74,6 @@ fn weights_of_300_mib_run_in_64_mib_and_the_process_grows_by_no_more() {
     stop.store(true, Ordering::Release);
     watcher.join().unwrap();
     let grown = highest.load(Ordering::Acquire).saturating_sub(baseline);
-    println!(
-        "grew by {grown} bytes, planned {planned}, weights {}",
-        session.set().weight_bytes
-    );
-    assert!(
-        grown <= budget + ALLOWANCE,
-        "the process grew by {grown} bytes for a budget of {budget}"
-    );
+    println!("grew by {grown} bytes, planned {planned}, weights {}", session.set().weight_bytes);
+    assert!(grown <= budget + ALLOWANCE, "the process grew by {grown} bytes for a budget of {budget}");
 }

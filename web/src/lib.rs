@@ -20,11 +20,7 @@ pub async fn open_device() -> Result<String, JsError> {
     let device = Device::open(&DeviceChoice::default()).await?;
     let caps = device.caps();
     // Browsers may keep the name to themselves.
-    let name = if caps.adapter.is_empty() {
-        "not named by the browser"
-    } else {
-        &caps.adapter
-    };
+    let name = if caps.adapter.is_empty() { "not named by the browser" } else { &caps.adapter };
     let bytes = |n: u64| Bytes(n).to_string();
     let rows = [
         ("adapter", name.to_owned()),

@@ -12,10 +12,7 @@ wasm_bindgen_test_configure!(run_in_browser);
 
 async fn device() -> Device {
     // At the default limits, so that a shader which needs more fails here.
-    let choice = DeviceChoice {
-        default_limits: true,
-        ..DeviceChoice::default()
-    };
+    let choice = DeviceChoice { default_limits: true, ..DeviceChoice::default() };
     Device::open(&choice).await.expect("a device")
 }
 
@@ -37,10 +34,7 @@ async fn complaints(device: &Device, name: &str, source: &str) -> Vec<String> {
     });
     let mut found = Vec::new();
     for message in module.get_compilation_info().await.messages {
-        let at = message
-            .location
-            .map(|l| format!(":{}:{}", l.line_number, l.line_position))
-            .unwrap_or_default();
+        let at = message.location.map(|l| format!(":{}:{}", l.line_number, l.line_position)).unwrap_or_default();
         match message.message_type {
             wgpu::CompilationMessageType::Error => found.push(format!("{name}.wgsl{at}: {}", message.message)),
             _ => console_log!("{name}.wgsl{at}: {}", message.message),

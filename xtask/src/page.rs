@@ -32,23 +32,15 @@ pub fn check(driver: &Path) -> Result<(), Failure> {
 }
 
 fn wait_until_ready(driver: &Driver, session: &str, port: u16) -> Result<(), Failure> {
-    driver.post(
-        &format!("/session/{session}/url"),
-        &format!(r#"{{"url":"http://localhost:{port}/"}}"#),
-    )?;
+    driver.post(&format!("/session/{session}/url"), &format!(r#"{{"url":"http://localhost:{port}/"}}"#))?;
     let start = Instant::now();
     loop {
-        let answer = driver.post(
-            &format!("/session/{session}/execute/sync"),
-            &format!(r#"{{"script":"{SCRIPT}","args":[]}}"#),
-        )?;
+        let answer = driver
+            .post(&format!("/session/{session}/execute/sync"), &format!(r#"{{"script":"{SCRIPT}","args":[]}}"#))?;
         let shown = text_field(&answer, "value").unwrap_or(answer);
         match shown.split_once('|') {
             Some(("yes", text)) => {
-                say(&format!(
-                    "the page is ready after {:.1} s and shows:",
-                    start.elapsed().as_secs_f64()
-                ));
+                say(&format!("the page is ready after {:.1} s and shows:", start.elapsed().as_secs_f64()));
                 text.replace("\\n", "\n")
                     .replace("\\t", " ")
                     .lines()
@@ -73,20 +65,10 @@ struct Driver {
 
 impl Driver {
     fn start(program: &Path) -> Result<Self, Failure> {
-        let start = || {
-            Command::new(program)
-                .arg("--port=0")
-                .stdout(Stdio::piped())
-                .stderr(Stdio::null())
-                .spawn()
-        };
+        let start = || Command::new(program).arg("--port=0").stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
         let mut child = start().map_err(|e| Failure::new(format!("{}: {e}", program.display())))?;
-        let lines = child
-            .stdout
-            .take()
-            .map(BufReader::new)
-            .into_iter()
-            .flat_map(|out| out.lines().map_while(Result::ok));
+        let lines =
+            child.stdout.take().map(BufReader::new).into_iter().flat_map(|out| out.lines().map_while(Result::ok));
         let port = lines.into_iter().find_map(|line| started_port(&line));
         match port {
             Some(port) => Ok(Self { child, port }),
@@ -127,12 +109,7 @@ impl Drop for Driver {
 
 /// The port in chromedriver's greeting: "ChromeDriver was started successfully on port 40123."
 fn started_port(line: &str) -> Option<u16> {
-    line.split_once("successfully on port ")?
-        .1
-        .trim_end()
-        .trim_end_matches('.')
-        .parse()
-        .ok()
+    line.split_once("successfully on port ")?.1.trim_end().trim_end_matches('.').parse().ok()
 }
 
 fn read_body(mut reader: impl BufRead) -> std::io::Result<String> {
@@ -174,17 +151,11 @@ mod tests {
 
     #[test]
     fn the_drivers_answers_are_understood() {
-        assert_eq!(
-            started_port("ChromeDriver was started successfully on port 40123."),
-            Some(40123)
-        );
+        assert_eq!(started_port("ChromeDriver was started successfully on port 40123."), Some(40123));
         assert_eq!(started_port("Starting ChromeDriver 156 on port 0"), None);
         let answer = r#"{"value":{"capabilities":{},"sessionId":"ab12"}}"#;
         assert_eq!(text_field(answer, "sessionId").as_deref(), Some("ab12"));
-        assert_eq!(
-            text_field(r#"{"value":"yes|a \"b\"\nc"}"#, "value").as_deref(),
-            Some("yes|a \"b\"\\nc")
-        );
+        assert_eq!(text_field(r#"{"value":"yes|a \"b\"\nc"}"#, "value").as_deref(), Some("yes|a \"b\"\\nc"));
         assert_eq!(text_field(r#"{"value":null}"#, "value"), None);
         assert_eq!(text_field(r#"{"value":"cut"#, "value"), None);
     }

@@ -19,11 +19,7 @@ pub fn run(folder: &Path, port: u16) -> Result<(), Failure> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))
         .map_err(|e| Failure::new(format!("port {port} cannot be used ({e}); choose another with --port")))?;
     let address = listener.local_addr().map_err(|e| Failure::new(e.to_string()))?;
-    say(&format!(
-        "serving {} on http://localhost:{} (end with Ctrl-C)",
-        folder.display(),
-        address.port()
-    ));
+    say(&format!("serving {} on http://localhost:{} (end with Ctrl-C)", folder.display(), address.port()));
     accept(&listener, folder);
     Ok(())
 }
@@ -79,16 +75,8 @@ fn read_request(reader: &mut impl BufRead) -> std::io::Result<Option<Request>> {
         return Ok(None);
     }
     let mut words = line.split_whitespace();
-    let (method, path) = (
-        words.next().unwrap_or("").to_owned(),
-        words.next().unwrap_or("").to_owned(),
-    );
-    let mut request = Request {
-        method,
-        path,
-        range: None,
-        close: words.next() != Some("HTTP/1.1"),
-    };
+    let (method, path) = (words.next().unwrap_or("").to_owned(), words.next().unwrap_or("").to_owned());
+    let mut request = Request { method, path, range: None, close: words.next() != Some("HTTP/1.1") };
     loop {
         line.clear();
         if head.read_line(&mut line)? == 0 || line.trim_end().is_empty() {
@@ -122,20 +110,13 @@ fn answer(out: &mut impl Write, folder: &Path, request: &Request) -> std::io::Re
         None | Some(Range::Whole) => None,
         Some(Range::Bytes(first, last)) => Some((first, last)),
         Some(Range::Unsatisfiable) => {
-            return plain(
-                out,
-                "416 Range Not Satisfiable",
-                &format!("Content-Range: bytes */{size}\r\n"),
-            );
+            return plain(out, "416 Range Not Satisfiable", &format!("Content-Range: bytes */{size}\r\n"));
         }
     };
     let (status, first, length, extra) = match range {
-        Some((first, last)) => (
-            "206 Partial Content",
-            first,
-            last - first + 1,
-            format!("Content-Range: bytes {first}-{last}/{size}\r\n"),
-        ),
+        Some((first, last)) => {
+            ("206 Partial Content", first, last - first + 1, format!("Content-Range: bytes {first}-{last}/{size}\r\n"))
+        }
         None => ("200 OK", 0, size, String::new()),
     };
     write!(
@@ -269,23 +250,10 @@ mod tests {
     #[test]
     fn no_path_leaves_the_folder() {
         let folder = Path::new("/srv/page");
-        for bad in [
-            "/../secret",
-            "/a/%2e%2e/b",
-            "/a/..%2fb",
-            "/C:/x",
-            "/a\\b",
-            "/%00",
-            "x",
-            "/%zz",
-            "/%e",
-        ] {
+        for bad in ["/../secret", "/a/%2e%2e/b", "/a/..%2fb", "/C:/x", "/a\\b", "/%00", "x", "/%zz", "/%e"] {
             assert_eq!(resolve(folder, bad), None, "{bad}");
         }
-        assert_eq!(
-            resolve(folder, "/a%20b//c.js?v=1"),
-            Some(folder.join("a b").join("c.js"))
-        );
+        assert_eq!(resolve(folder, "/a%20b//c.js?v=1"), Some(folder.join("a b").join("c.js")));
     }
 
     #[test]
@@ -299,34 +267,21 @@ mod tests {
         std::thread::spawn(move || accept(&listener, &served));
         let ask = |method: &str, path: &str, headers: &str| {
             let mut stream = TcpStream::connect(address).unwrap();
-            write!(
-                stream,
-                "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n"
-            )
-            .unwrap();
+            write!(stream, "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n").unwrap();
             let mut text = String::new();
             stream.read_to_string(&mut text).unwrap();
             text
         };
         let whole = ask("GET", "/a.wasm", "");
-        assert!(
-            whole.starts_with("HTTP/1.1 200 OK") && whole.contains("Content-Type: application/wasm"),
-            "{whole}"
-        );
-        assert!(
-            whole.contains(POLICY) && whole.ends_with("\r\n\r\n0123456789"),
-            "{whole}"
-        );
+        assert!(whole.starts_with("HTTP/1.1 200 OK") && whole.contains("Content-Type: application/wasm"), "{whole}");
+        assert!(whole.contains(POLICY) && whole.ends_with("\r\n\r\n0123456789"), "{whole}");
         let part = ask("GET", "/a.wasm", "Range: bytes=3-5\r\n");
         assert!(
             part.starts_with("HTTP/1.1 206") && part.contains("bytes 3-5/10") && part.ends_with("\r\n\r\n345"),
             "{part}"
         );
         let head = ask("HEAD", "/a.wasm", "");
-        assert!(
-            head.contains("Content-Length: 10") && head.ends_with("\r\n\r\n"),
-            "{head}"
-        );
+        assert!(head.contains("Content-Length: 10") && head.ends_with("\r\n\r\n"), "{head}");
         assert!(ask("GET", "/a.wasm", "Range: bytes=10-\r\n").starts_with("HTTP/1.1 416"));
         assert!(ask("GET", "/none", "").starts_with("HTTP/1.1 404"));
         assert!(ask("GET", "/../a.wasm", "").starts_with("HTTP/1.1 400"));
@@ -337,9 +292,6 @@ mod tests {
     #[test]
     fn the_page_carries_the_policy_that_the_server_sends() {
         let page = std::fs::read_to_string(crate::shell::root().join("web/page/index.html")).unwrap();
-        assert!(
-            page.contains(&format!("content=\"{POLICY}\"")),
-            "index.html and serve::POLICY differ"
-        );
+        assert!(page.contains(&format!("content=\"{POLICY}\"")), "index.html and serve::POLICY differ");
     }
 }

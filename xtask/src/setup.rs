@@ -24,17 +24,12 @@ pub fn adapter() -> Result<(), Failure> {
         return Ok(());
     }
     let drivers = vulkan_drivers();
-    let loader = ["/usr/lib", "/usr/lib64", "/usr/local/lib"]
-        .iter()
-        .any(|dir| has_file(dir, 1, "libvulkan.so.1"));
+    let loader = ["/usr/lib", "/usr/lib64", "/usr/local/lib"].iter().any(|dir| has_file(dir, 1, "libvulkan.so.1"));
     if loader && may_have_adapter(&drivers, has_gpu_node()) {
         return Ok(());
     }
     say("no Vulkan adapter here: lavapipe, Mesa's Vulkan driver for the CPU, will do");
-    install_packages(
-        &["libvulkan1", "mesa-vulkan-drivers"],
-        "a Vulkan driver (for the GPU, or lavapipe for the CPU)",
-    )
+    install_packages(&["libvulkan1", "mesa-vulkan-drivers"], "a Vulkan driver (for the GPU, or lavapipe for the CPU)")
 }
 
 /// Drivers of GPUs that the machine does not have are installed along with lavapipe, and the other way round: a driver
@@ -44,41 +39,21 @@ fn may_have_adapter(drivers: &[String], gpu_node: bool) -> bool {
 }
 
 fn vulkan_drivers() -> Vec<String> {
-    let dirs = [
-        "/usr/share/vulkan/icd.d",
-        "/usr/local/share/vulkan/icd.d",
-        "/etc/vulkan/icd.d",
-    ];
-    let files = dirs
-        .iter()
-        .filter_map(|dir| std::fs::read_dir(dir).ok())
-        .flatten()
-        .flatten();
-    files
-        .map(|f| f.file_name().to_string_lossy().into_owned())
-        .filter(|name| name.ends_with(".json"))
-        .collect()
+    let dirs = ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+    let files = dirs.iter().filter_map(|dir| std::fs::read_dir(dir).ok()).flatten().flatten();
+    files.map(|f| f.file_name().to_string_lossy().into_owned()).filter(|name| name.ends_with(".json")).collect()
 }
 
 fn has_gpu_node() -> bool {
-    let render = std::fs::read_dir("/dev/dri").is_ok_and(|dir| {
-        dir.flatten()
-            .any(|node| node.file_name().to_string_lossy().starts_with("renderD"))
-    });
+    let render = std::fs::read_dir("/dev/dri")
+        .is_ok_and(|dir| dir.flatten().any(|node| node.file_name().to_string_lossy().starts_with("renderD")));
     render || Path::new("/dev/nvidiactl").exists() || Path::new("/dev/dxg").exists()
 }
 
 /// SwiftShader's Vulkan driver, which Chromium and Chrome carry: a second, stricter adapter.
 pub fn swiftshader_driver() -> Option<PathBuf> {
-    let dirs = [
-        "/usr/lib/chromium",
-        "/usr/lib/chromium-browser",
-        "/opt/google/chrome",
-        "/opt/chromium",
-    ];
-    dirs.iter()
-        .map(|dir| Path::new(dir).join("vk_swiftshader_icd.json"))
-        .find(|path| path.is_file())
+    let dirs = ["/usr/lib/chromium", "/usr/lib/chromium-browser", "/opt/google/chrome", "/opt/chromium"];
+    dirs.iter().map(|dir| Path::new(dir).join("vk_swiftshader_icd.json")).find(|path| path.is_file())
 }
 
 /// How to compile for the web.
@@ -119,13 +94,7 @@ impl WasmToolchain {
 /// The wasm32 target of the pinned toolchain; Debian's `rustc-web` where that cannot be had.
 pub fn wasm_toolchain() -> Result<WasmToolchain, Failure> {
     let sysroot = step("rustc").args(["--print", "sysroot"]).output().unwrap_or_default();
-    if !sysroot.is_empty()
-        && Path::new(sysroot.trim())
-            .join("lib/rustlib")
-            .join(WASM)
-            .join("lib")
-            .is_dir()
-    {
+    if !sysroot.is_empty() && Path::new(sysroot.trim()).join("lib/rustlib").join(WASM).join("lib").is_dir() {
         return Ok(WasmToolchain::Rustup);
     }
     say("the wasm32 target is missing: adding it");
@@ -133,10 +102,7 @@ pub fn wasm_toolchain() -> Result<WasmToolchain, Failure> {
         Ok(()) => return Ok(WasmToolchain::Rustup),
         Err(failure) => failure,
     };
-    say(&format!(
-        "{}; falling back to Debian's rustc-web, which builds the standard library itself",
-        failure.message
-    ));
+    say(&format!("{}; falling back to Debian's rustc-web, which builds the standard library itself", failure.message));
     let packages = ["rustc-web", "cargo-web", "rust-web-src", "lld-19"];
     let bin = || {
         let files = step("dpkg").args(["-L", "cargo-web"]).output()?;
@@ -146,9 +112,7 @@ pub fn wasm_toolchain() -> Result<WasmToolchain, Failure> {
     if bin().is_none() || find_program("wasm-ld-19").is_none() {
         install_packages(&packages, &format!("the target {WASM} (`rustup target add {WASM}`)"))?;
     }
-    bin()
-        .map(WasmToolchain::Debian)
-        .ok_or_else(|| Failure::new("the package cargo-web holds no bin/cargo"))
+    bin().map(WasmToolchain::Debian).ok_or_else(|| Failure::new("the package cargo-web holds no bin/cargo"))
 }
 
 /// wasm-bindgen's programs at exactly the version of the library in `Cargo.lock`; returns the folder that holds them.
@@ -163,10 +127,7 @@ pub fn wasm_bindgen() -> Result<PathBuf, Failure> {
     if cached.is_some_and(|text| text.split_whitespace().any(|word| word == version)) {
         return Ok(bin);
     }
-    say(&format!(
-        "wasm-bindgen {version} is missing: compiling it once into {} (minutes)",
-        tools.display()
-    ));
+    say(&format!("wasm-bindgen {version} is missing: compiling it once into {} (minutes)", tools.display()));
     let build = tools.join("build");
     let install = |locked: &[&str]| {
         cargo(["install", "wasm-bindgen-cli", "--version", version])
@@ -180,10 +141,7 @@ pub fn wasm_bindgen() -> Result<PathBuf, Failure> {
     };
     // A registry mirror may lack a version that the tool's own lock file names.
     install(&["--locked"]).or_else(|failure| {
-        say(&format!(
-            "{}; trying with the newest compatible versions of its dependencies",
-            failure.message
-        ));
+        say(&format!("{}; trying with the newest compatible versions of its dependencies", failure.message));
         install(&[])
     })?;
     // A cache of 200 MB that nothing will use again; failing to remove it harms nobody.
@@ -193,26 +151,15 @@ pub fn wasm_bindgen() -> Result<PathBuf, Failure> {
 
 /// The version that a lock file gives a package.
 fn locked_version<'a>(lock: &'a str, package: &str) -> Option<&'a str> {
-    let mut lines = lock
-        .lines()
-        .skip_while(|line| *line != format!("name = \"{package}\""))
-        .skip(1);
+    let mut lines = lock.lines().skip_while(|line| *line != format!("name = \"{package}\"")).skip(1);
     lines.next()?.strip_prefix("version = \"")?.strip_suffix('"')
 }
 
 /// Headless Chromium with its driver; returns the driver.
 pub fn browser() -> Result<PathBuf, Failure> {
     let found = || {
-        let driver = std::env::var_os("CHROMEDRIVER")
-            .map(PathBuf::from)
-            .or_else(|| find_program("chromedriver"))?;
-        let names = [
-            "chromium",
-            "chromium-browser",
-            "google-chrome",
-            "google-chrome-stable",
-            "chrome",
-        ];
+        let driver = std::env::var_os("CHROMEDRIVER").map(PathBuf::from).or_else(|| find_program("chromedriver"))?;
+        let names = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"];
         // Outside Linux browsers are not on the PATH; their driver knows where they are.
         (!cfg!(target_os = "linux") || names.iter().any(|name| find_program(name).is_some())).then_some(driver)
     };
@@ -227,28 +174,20 @@ pub fn browser() -> Result<PathBuf, Failure> {
              (https://googlechromelabs.github.io/chrome-for-testing), or run `cargo xtask test --native-only`",
         ));
     }
-    install_packages(
-        &["chromium", "chromium-driver"],
-        "Chromium or Chrome with its chromedriver",
-    )?;
+    install_packages(&["chromium", "chromium-driver"], "Chromium or Chrome with its chromedriver")?;
     found().ok_or_else(|| Failure::new("chromium was installed, but no `chromedriver` is on the PATH"))
 }
 
 /// Installs Debian packages as root; anywhere else the error says what to run.
 fn install_packages(packages: &[&str], what: &str) -> Result<(), Failure> {
-    let line = format!(
-        "apt-get update && apt-get install -y --no-install-recommends {}",
-        packages.join(" ")
-    );
+    let line = format!("apt-get update && apt-get install -y --no-install-recommends {}", packages.join(" "));
     if find_program("apt-get").is_none() {
         let system = if cfg!(target_os = "macos") {
             "with Homebrew (`brew install --cask chromium chromedriver` for the browser)"
         } else {
             "with your system's package manager"
         };
-        return Err(Failure::new(format!(
-            "{what} is needed: install it {system}; on Debian: {line}"
-        )));
+        return Err(Failure::new(format!("{what} is needed: install it {system}; on Debian: {line}")));
     }
     if !is_root() {
         return Err(Failure::new(format!(
@@ -257,10 +196,7 @@ fn install_packages(packages: &[&str], what: &str) -> Result<(), Failure> {
     }
     // An unreachable mirror is no reason to stop while the package lists may still do.
     if let Err(failure) = step("apt-get").args(["update", "-q"]).run() {
-        say(&format!(
-            "{}; going on with the package lists there are",
-            failure.message
-        ));
+        say(&format!("{}; going on with the package lists there are", failure.message));
     }
     step("apt-get")
         .args(["install", "-y", "-q", "--no-install-recommends"])
@@ -286,10 +222,7 @@ fn has_file(dir: impl AsRef<Path>, depth: usize, name: &str) -> bool {
     let Ok(entries) = std::fs::read_dir(dir) else {
         return false;
     };
-    depth > 0
-        && entries
-            .flatten()
-            .any(|entry| entry.path().is_dir() && has_file(entry.path(), depth - 1, name))
+    depth > 0 && entries.flatten().any(|entry| entry.path().is_dir() && has_file(entry.path(), depth - 1, name))
 }
 
 #[cfg(test)]

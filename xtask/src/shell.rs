@@ -19,18 +19,12 @@ pub struct Failure {
 impl Failure {
     /// A step failed.
     pub fn new(message: impl Into<String>) -> Self {
-        Self {
-            message: message.into(),
-            status: 1,
-        }
+        Self { message: message.into(), status: 1 }
     }
 
     /// The command line was not understood.
     pub fn usage(message: impl Into<String>) -> Self {
-        Self {
-            message: message.into(),
-            status: 2,
-        }
+        Self { message: message.into(), status: 2 }
     }
 }
 
@@ -73,10 +67,7 @@ pub fn step(program: impl AsRef<OsStr>) -> Step {
     if let Some(dir) = runtime_dir() {
         command.env("XDG_RUNTIME_DIR", dir);
     }
-    Step {
-        command,
-        shown_env: String::new(),
-    }
+    Step { command, shown_env: String::new() }
 }
 
 impl Step {
@@ -88,8 +79,7 @@ impl Step {
 
     /// Sets an environment variable, shown in front of the command.
     pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
-        self.shown_env
-            .push_str(&format!("{name}={} ", quote(&value.as_ref().to_string_lossy())));
+        self.shown_env.push_str(&format!("{name}={} ", quote(&value.as_ref().to_string_lossy())));
         self.command.env(name, value);
         self
     }
@@ -123,27 +113,18 @@ impl Step {
     pub fn run(mut self) -> Result<(), Failure> {
         let line = self.line();
         say(&format!("$ {line}"));
-        let status = self
-            .command
-            .status()
-            .map_err(|e| Failure::new(format!("could not start `{line}`: {e}")))?;
+        let status = self.command.status().map_err(|e| Failure::new(format!("could not start `{line}`: {e}")))?;
         if status.success() {
             return Ok(());
         }
         let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
-        Err(Failure {
-            message: format!("`{line}` ended with {status}"),
-            status: code.max(1),
-        })
+        Err(Failure { message: format!("`{line}` ended with {status}"), status: code.max(1) })
     }
 
     /// Runs silently and returns what was printed, or nothing if it failed.
     pub fn output(mut self) -> Option<String> {
         let output = self.command.stderr(Stdio::null()).output().ok()?;
-        output
-            .status
-            .success()
-            .then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     }
 }
 
@@ -154,14 +135,8 @@ pub fn say(text: &str) {
 
 /// Whether a program of this name can be started.
 pub fn find_program(name: &str) -> Option<PathBuf> {
-    let file = if cfg!(windows) {
-        format!("{name}.exe")
-    } else {
-        name.to_owned()
-    };
-    std::env::split_paths(&std::env::var_os("PATH")?)
-        .map(|dir| dir.join(&file))
-        .find(|path| path.is_file())
+    let file = if cfg!(windows) { format!("{name}.exe") } else { name.to_owned() };
+    std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join(&file)).find(|path| path.is_file())
 }
 
 /// A private folder for the Vulkan loader where the session has none, which silences its warning.

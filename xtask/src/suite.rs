@@ -38,9 +38,7 @@ impl Options {
                 other => match other.strip_prefix("--adapter=") {
                     Some(name) => options.adapter = Some(name.to_owned()),
                     None => {
-                        return Err(Failure::usage(format!(
-                            "unknown flag `{other}`; see `cargo xtask help`"
-                        )));
+                        return Err(Failure::usage(format!("unknown flag `{other}`; see `cargo xtask help`")));
                     }
                 },
             }
@@ -93,10 +91,7 @@ impl Report {
     }
 
     fn failed(&self) -> usize {
-        self.stages
-            .iter()
-            .filter(|(_, verdict, _)| matches!(verdict, Verdict::Failed(_)))
-            .count()
+        self.stages.iter().filter(|(_, verdict, _)| matches!(verdict, Verdict::Failed(_))).count()
     }
 }
 
@@ -116,19 +111,11 @@ pub fn run(options: &Options) -> Result<(), Failure> {
             None => report.skip("deny", "cargo-deny is not installed: cargo install --locked cargo-deny"),
         }
     }
-    say(&format!(
-        "{} stages in {:.0} s",
-        report.stages.len(),
-        start.elapsed().as_secs_f64()
-    ));
+    say(&format!("{} stages in {:.0} s", report.stages.len(), start.elapsed().as_secs_f64()));
     say(&report.last_line());
     match report.failed() {
         0 => Ok(()),
-        n => Err(Failure::new(format!(
-            "{n} of {} stages failed: {}",
-            report.stages.len(),
-            report.last_line()
-        ))),
+        n => Err(Failure::new(format!("{n} of {} stages failed: {}", report.stages.len(), report.last_line()))),
     }
 }
 
@@ -152,20 +139,27 @@ fn native_stages(options: &Options, report: &mut Report) {
     } else {
         match setup::swiftshader_driver() {
             Some(driver) => report.stage("swiftshader", || {
-                let step = native_tests(options, "--package=ebbtide-tests").env("VK_DRIVER_FILES", &driver);
+                let step = engine_tests(options).env("VK_DRIVER_FILES", &driver);
                 on_adapter(step, "SwiftShader").run()
             }),
             None if options.native_only => report.skip("swiftshader", "its driver comes with Chromium, not installed"),
-            None => report.stage("swiftshader", || {
-                Err(Failure::new("Chromium's vk_swiftshader_icd.json was not found"))
-            }),
+            None => {
+                report.stage("swiftshader", || Err(Failure::new("Chromium's vk_swiftshader_icd.json was not found")))
+            }
         }
     }
-    report.stage("default limits", || {
-        native_tests(options, "--package=ebbtide-tests")
-            .env("EBBTIDE_LIMITS", "default")
-            .run()
-    });
+    report.stage("default limits", || engine_tests(options).env("EBBTIDE_LIMITS", "default").run());
+}
+
+/// The tests of engine, kernels and ops, for a second run elsewhere. The reference tests of whole models, which are many
+/// steps of the same kernels, run there in the long suite only.
+fn engine_tests(options: &Options) -> Step {
+    let step = native_tests(options, "--package=ebbtide-tests");
+    if options.long || find_program("cargo-nextest").is_none() {
+        step
+    } else {
+        step.args(["-E", "not binary(/^llm_/)"])
+    }
 }
 
 /// The native tests of a selection: by nextest (a process per test, so process memory is a test's own) where it is
@@ -174,15 +168,7 @@ fn native_tests(options: &Options, selection: &str) -> Step {
     let nextest = find_program("cargo-nextest").is_some();
     let mut step = match nextest {
         true => cargo(["nextest", "run", "--no-fail-fast", selection]),
-        false => cargo([
-            "test",
-            "--lib",
-            "--bins",
-            "--tests",
-            "--examples",
-            "--no-fail-fast",
-            selection,
-        ]),
+        false => cargo(["test", "--lib", "--bins", "--tests", "--examples", "--no-fail-fast", selection]),
     };
     if options.long {
         step = match nextest {
@@ -214,11 +200,7 @@ fn browser_stages(options: &Options, report: &mut Report) {
     let mut ready = None;
     report.stage("web set-up", || {
         let (toolchain, tools) = (setup::wasm_toolchain()?, setup::wasm_bindgen()?);
-        ready = Some(Ready {
-            toolchain,
-            tools,
-            driver: setup::browser()?,
-        });
+        ready = Some(Ready { toolchain, tools, driver: setup::browser()? });
         Ok(())
     });
     let Some(ready) = ready else {
@@ -231,9 +213,7 @@ fn browser_stages(options: &Options, report: &mut Report) {
         web::build(&ready.toolchain, &ready.tools)?;
         page::check(&ready.driver)
     });
-    report.stage("browser", || {
-        browser_tests(options, &ready, &["--package", "ebbtide-web", "--tests"]).run()
-    });
+    report.stage("browser", || browser_tests(options, &ready, &["--package", "ebbtide-web", "--tests"]).run());
     // The bodies of the native kernel tests, on the browser's own shader compiler.
     let kernels = ["--package", "ebbtide-tests", "--test", "kernels_*"];
     report.stage("browser kernels", || browser_tests(options, &ready, &kernels).run());
@@ -246,19 +226,12 @@ fn browser_tests(options: &Options, ready: &Ready, selection: &[&str]) -> Step {
         .cargo("test")
         .args(["--no-fail-fast"])
         .args(selection)
-        .env(
-            "CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUNNER",
-            ready.tools.join("wasm-bindgen-test-runner"),
-        )
+        .env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUNNER", ready.tools.join("wasm-bindgen-test-runner"))
         .env("CHROMEDRIVER", &ready.driver)
         .env("WASM_BINDGEN_TEST_WEBDRIVER_JSON", root().join("web/webdriver.json"))
         // SwiftShader compiles pipelines on two cores; the runner's own limit is 20 s for all tests of a file.
         .env("WASM_BINDGEN_TEST_TIMEOUT", if options.long { "3600" } else { "900" });
-    if options.long {
-        step.env("EBBTIDE_LONG", "1")
-    } else {
-        step
-    }
+    if options.long { step.env("EBBTIDE_LONG", "1") } else { step }
 }
 
 #[cfg(test)]
@@ -290,9 +263,6 @@ mod tests {
         report.stage("two", || Ok(()));
         report.skip("three", "not here");
         assert_eq!(report.failed(), 1);
-        assert_eq!(
-            report.last_line(),
-            "one FAILED (0 s) | two passed (0 s) | three skipped (not here)"
-        );
+        assert_eq!(report.last_line(), "one FAILED (0 s) | two passed (0 s) | three skipped (not here)");
     }
 }

@@ -15,10 +15,7 @@ pub struct Options {
 impl Options {
     /// From the command line.
     pub fn parse(args: &[String]) -> Result<Self, Failure> {
-        let mut options = Self {
-            build_only: false,
-            port: 8000,
-        };
+        let mut options = Self { build_only: false, port: 8000 };
         let mut args = args.iter();
         while let Some(arg) = args.next() {
             match arg.as_str() {
@@ -28,9 +25,7 @@ impl Options {
                     options.port = port.ok_or_else(|| Failure::usage("--port wants a number from 0 to 65535"))?;
                 }
                 other => {
-                    return Err(Failure::usage(format!(
-                        "unknown flag `{other}`; see `cargo xtask help`"
-                    )));
+                    return Err(Failure::usage(format!("unknown flag `{other}`; see `cargo xtask help`")));
                 }
             }
         }
@@ -51,28 +46,19 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 
 /// Compiles the engine for the web and puts it beside the page's own files, in a new `dist`.
 pub fn build(toolchain: &WasmToolchain, tools: &Path) -> Result<(), Failure> {
-    toolchain
-        .cargo("build")
-        .args(["--package", "ebbtide-web", "--lib", "--release"])
-        .run()?;
+    toolchain.cargo("build").args(["--package", "ebbtide-web", "--lib", "--release"]).run()?;
     let dist = root().join("dist");
     let io = |what: &str, e: std::io::Error| Failure::new(format!("{what}: {e}"));
     if dist.exists() {
         std::fs::remove_dir_all(&dist).map_err(|e| io("dist could not be emptied", e))?;
     }
     copy_dir(&root().join("web/page"), &dist).map_err(|e| io("web/page could not be copied to dist", e))?;
-    let module = toolchain
-        .target_dir()
-        .join("wasm32-unknown-unknown/release/ebbtide_web.wasm");
+    let module = toolchain.target_dir().join("wasm32-unknown-unknown/release/ebbtide_web.wasm");
     step(tools.join("wasm-bindgen"))
         .args(["--target", "web", "--no-typescript", "--out-dir"])
         .args([&dist, &module])
         .run()?;
-    let size = |name: &str| {
-        std::fs::metadata(dist.join(name))
-            .map(|m| m.len() as f64 / 1e6)
-            .unwrap_or(0.0)
-    };
+    let size = |name: &str| std::fs::metadata(dist.join(name)).map(|m| m.len() as f64 / 1e6).unwrap_or(0.0);
     say(&format!(
         "built {}: wasm {:.2} MB, script {:.2} MB",
         dist.display(),
@@ -104,12 +90,6 @@ mod tests {
     fn a_port_that_is_no_number_is_a_usage_error() {
         let parse = |args: &[&str]| Options::parse(&args.iter().map(|s| s.to_string()).collect::<Vec<_>>());
         assert_eq!(parse(&["--port", "x"]).err().map(|f| f.status), Some(2));
-        assert_eq!(
-            parse(&["--port", "0", "--build-only"]).ok(),
-            Some(Options {
-                build_only: true,
-                port: 0
-            })
-        );
+        assert_eq!(parse(&["--port", "0", "--build-only"]).ok(), Some(Options { build_only: true, port: 0 }));
     }
 }

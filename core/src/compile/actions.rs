@@ -27,7 +27,14 @@ impl Lowering<'_> {
             let state = self.states.iter().position(|s| s.slot == slot);
             if let crate::graph::Op::Folded(i) = program.graph.node(t).op {
                 let offset = self.folds[i as usize].offset;
-                return Binding { content: Content::Folded(i), slot, buffer: 0, offset, size: program.graph.bytes(t), write };
+                return Binding {
+                    content: Content::Folded(i),
+                    slot,
+                    buffer: 0,
+                    offset,
+                    size: program.graph.bytes(t),
+                    write,
+                };
             }
             let content = state.map_or(Content::Value(t), |i| Content::State(i as u32));
             Binding { content, slot, buffer: 0, offset: 0, size: program.graph.bytes(t), write }
@@ -36,10 +43,12 @@ impl Lowering<'_> {
         // Index of each step's own action, and the loads that wait to learn it.
         let mut at_step = vec![0u32; steps.len() + 1];
         let mut waiting: Vec<(usize, usize)> = Vec::new();
-        let (mut evicts, mut loads): (Vec<_>, Vec<_>) = (schedule.evicts.iter().collect(), schedule.loads.iter().collect());
+        let (mut evicts, mut loads): (Vec<_>, Vec<_>) =
+            (schedule.evicts.iter().collect(), schedule.loads.iter().collect());
         evicts.sort_by_key(|e| e.at);
         loads.sort_by_key(|l| (l.from, l.by));
         let (mut evicts, mut loads) = (evicts.into_iter().peekable(), loads.into_iter().peekable());
+        #[allow(clippy::needless_range_loop)] // `t` is a boundary between steps, not an index of one list
         for t in 0..=steps.len() {
             while let Some(e) = evicts.next_if(|e| e.at == t) {
                 let slot = locate(e.slot, e.segment);
@@ -156,7 +165,15 @@ pub(super) fn fill_order(actions: &[Action]) -> Vec<u32> {
 /// Loads everything that is resident at home.
 pub(super) fn to_home(home: &[(SlotId, u32)]) -> Plan {
     let by = home.len() as u32;
-    let load = |(slot, segment): &(SlotId, u32)| Action::Load { segment: *segment, slot: *slot, by, pass: Pass::Forward };
+    let load =
+        |(slot, segment): &(SlotId, u32)| Action::Load { segment: *segment, slot: *slot, by, pass: Pass::Forward };
     let actions: Vec<Action> = home.iter().map(load).collect();
-    Plan { name: "to home".into(), fills: fill_order(&actions), actions, inputs: vec![], outputs: vec![], updates_from: by }
+    Plan {
+        name: "to home".into(),
+        fills: fill_order(&actions),
+        actions,
+        inputs: vec![],
+        outputs: vec![],
+        updates_from: by,
+    }
 }

@@ -125,7 +125,8 @@ impl Lowering<'_> {
     }
 
     pub(super) fn largest_output(&self) -> u64 {
-        let bytes = |p: &Program| p.outputs.iter().map(|(_, t)| p.graph.bytes(p.graph.storage(*t).0)).max().unwrap_or(0);
+        let bytes =
+            |p: &Program| p.outputs.iter().map(|(_, t)| p.graph.bytes(p.graph.storage(*t).0)).max().unwrap_or(0);
         self.programs.iter().map(|p| bytes(p)).max().unwrap_or(0)
     }
 

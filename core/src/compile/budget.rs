@@ -51,7 +51,9 @@ impl FromStr for Budget {
     fn from_str(text: &str) -> Result<Budget> {
         let invalid = |reason: &str| Error::Invalid {
             what: format!("budget `{text}`"),
-            reason: format!("{reason}; accepted are bytes (74000), sizes (6GiB, 512MiB, 1.5GB), a share of the weights (50%), `floor`, `all`, `auto`"),
+            reason: format!(
+                "{reason}; accepted are bytes (74000), sizes (6GiB, 512MiB, 1.5GB), a share of the weights (50%), `floor`, `all`, `auto`"
+            ),
         };
         let t = text.trim();
         match t.to_ascii_lowercase().as_str() {

@@ -39,6 +39,9 @@ pub(super) struct Lowering<'a> {
     pub(super) max_groups: u32,
 }
 
+/// A state array: its bytes, what it is, and the values of the programs that name it.
+type NamedState = (u64, crate::graph::StateSpec, Vec<(u32, Tensor)>);
+
 impl<'a> Lowering<'a> {
     pub(super) fn new(programs: Vec<&'a Program>, catalog: &Catalog, caps: &Caps) -> Result<Lowering<'a>> {
         Lowering::with_folds(programs, None, catalog, caps)
@@ -75,8 +78,7 @@ impl<'a> Lowering<'a> {
             segments.push(SegmentLayout::new(segment, catalog, &|w, p| used.is_some_and(|u| u.contains(&(w, p))))?);
         }
         let dense = |id: crate::weights::SegmentId| index.get(&id.0).copied().unwrap_or(u32::MAX);
-        let steps: Vec<Vec<Step>> =
-            programs.iter().map(|p| steps::steps(p, &dense, caps)).collect::<Result<_>>()?;
+        let steps: Vec<Vec<Step>> = programs.iter().map(|p| steps::steps(p, &dense, caps)).collect::<Result<_>>()?;
 
         let mut lowering = Lowering {
             programs,
@@ -101,7 +103,7 @@ impl<'a> Lowering<'a> {
     pub(super) fn place_values(&mut self, caps: &Caps) -> Result<()> {
         let mut spans: BTreeMap<(u32, Tensor), (u32, u32)> = BTreeMap::new();
         let mut folded = Vec::new();
-        let mut named: BTreeMap<Arc<str>, (u64, crate::graph::StateSpec, Vec<(u32, Tensor)>)> = BTreeMap::new();
+        let mut named: BTreeMap<Arc<str>, NamedState> = BTreeMap::new();
         for (p, steps) in self.steps.iter().enumerate() {
             let graph = &self.programs[p].graph;
             for (t, step) in steps.iter().enumerate() {
@@ -111,7 +113,8 @@ impl<'a> Lowering<'a> {
                         let bytes = graph.bytes(v);
                         let entry = named.entry(spec.name.clone()).or_insert((bytes, (**spec).clone(), Vec::new()));
                         if (entry.0, &entry.1) != (bytes, &**spec) {
-                            let reason = format!("programs disagree about `{}`: {} and {bytes} bytes", spec.name, entry.0);
+                            let reason =
+                                format!("programs disagree about `{}`: {} and {bytes} bytes", spec.name, entry.0);
                             return Err(Error::Shape { op: "state", reason });
                         }
                         entry.2.push(key);
@@ -178,7 +181,9 @@ impl<'a> Lowering<'a> {
         let mut shared: Option<(SlotId, u64)> = None;
         for fold in &folding.folds {
             let (slot, offset) = match &mut shared {
-                Some((slot, end)) if fold.bytes <= SMALL_FOLD => (*slot, std::mem::replace(end, (*end + fold.bytes).next_multiple_of(ALIGN))),
+                Some((slot, end)) if fold.bytes <= SMALL_FOLD => {
+                    (*slot, std::mem::replace(end, (*end + fold.bytes).next_multiple_of(ALIGN)))
+                }
                 _ => {
                     self.slots.push(Slot { category: fold::CATEGORY, buffers: vec![fold.bytes], dynamic: false });
                     let slot = SlotId(self.slots.len() as u32 - 1);
@@ -259,7 +264,9 @@ impl<'a> Lowering<'a> {
             Some(s) if s.device_bytes() >= activations => {
                 format!("segment `{}` of {} (the largest)", s.name, Bytes(s.device_bytes()))
             }
-            Some(s) => format!("activations of {} and segment `{}` of {}", Bytes(activations), s.name, Bytes(s.device_bytes())),
+            Some(s) => {
+                format!("activations of {} and segment `{}` of {}", Bytes(activations), s.name, Bytes(s.device_bytes()))
+            }
             None => format!("activations of {}", Bytes(activations)),
         }
     }

@@ -25,8 +25,8 @@ use std::collections::BTreeSet;
 pub use budget::Budget;
 pub use fold::{CompileReport, Stage};
 pub use plan::{
-    Action, Binding, Breakdown, Category, Content, FoldPort, Kernel, Place, Plan, Port, Ring, SegmentLayout, Slot, SlotId,
-    SlotTable, StatePort,
+    Action, Binding, Breakdown, Category, Content, FoldPort, Kernel, Place, Plan, Port, Ring, SegmentLayout, Slot,
+    SlotId, SlotTable, StatePort,
 };
 pub use verify::{verify, verify_prologue};
 
@@ -171,7 +171,8 @@ pub fn compile_with(
     let Candidate { mut lowering, shape, base, .. } = chosen;
     let set_by = lowering.floor_set_by(&shape);
     let residence = shape.reside(bytes - base);
-    let limits = Limits { budget: bytes, floor, all, base, touched: shape.touched, set_by, recomputes, unlimited: false };
+    let limits =
+        Limits { budget: bytes, floor, all, base, touched: shape.touched, set_by, recomputes, unlimited: false };
     // Everything resident includes what compiling needs.
     let limits = Limits { unlimited: budget == Budget::All, ..limits };
     let mut folded_set = None;
@@ -188,7 +189,8 @@ pub fn compile_with(
         None => {
             let mut set = lowering.finish(&shape, residence, limits, options)?;
             set.report.skipped = reasons.skipped;
-            let unmade = reasons.folds.into_iter().map(|f| (f.name, "the budget does not hold it while compiling".into()));
+            let unmade =
+                reasons.folds.into_iter().map(|f| (f.name, "the budget does not hold it while compiling".into()));
             set.report.skipped.extend(unmade);
             set
         }
@@ -265,7 +267,8 @@ fn folded(
     } else {
         residence.streaming
     };
-    let pinned = (0..second.segments.len() as u32).filter(|s| pinned.contains(&second.segments[*s as usize].segment.id));
+    let pinned =
+        (0..second.segments.len() as u32).filter(|s| pinned.contains(&second.segments[*s as usize].segment.id));
     let used: BTreeSet<u32> = shape2.used().collect();
     let residence2 = Residence { pinned: pinned.filter(|s| used.contains(s)).collect(), streaming };
     let base = second.base_bytes(shape2.floor_ring());

@@ -453,7 +453,9 @@ impl Plan {
     /// The slots that an action touches.
     fn slots_of(action: &Action) -> Vec<SlotId> {
         match action {
-            Action::Load { slot, .. } | Action::Evict { slot, .. } | Action::Alloc { slot } | Action::Free { slot } => vec![*slot],
+            Action::Load { slot, .. } | Action::Evict { slot, .. } | Action::Alloc { slot } | Action::Free { slot } => {
+                vec![*slot]
+            }
             Action::Dispatch { bindings, .. } => bindings.iter().map(|b| b.slot).collect(),
             Action::Upload { to, .. } | Action::LoadRows { to, .. } => vec![to.slot],
             Action::Download { from, .. } => vec![from.slot],
@@ -516,7 +518,9 @@ impl fmt::Display for Plan {
                     }
                     writeln!(f, " {}x{}", grid[0], grid[1])?;
                 }
-                Action::Upload { input, to } => writeln!(f, "{i:6} upload {} -> s{}", self.inputs[*input as usize].name, to.slot.0)?,
+                Action::Upload { input, to } => {
+                    writeln!(f, "{i:6} upload {} -> s{}", self.inputs[*input as usize].name, to.slot.0)?
+                }
                 Action::LoadRows { input, to, .. } => {
                     writeln!(f, "{i:6} load rows of {} -> s{}", self.inputs[*input as usize].name, to.slot.0)?;
                 }
@@ -537,7 +541,14 @@ impl fmt::Display for SlotTable {
         for (i, slot) in self.slots.iter().enumerate() {
             writeln!(f, "s{i}: {} {}", slot.category.name(), Bytes(slot.bytes()))?;
         }
-        writeln!(f, "upload {} x {}, readback {} x {}", self.upload.chunks, Bytes(self.upload.chunk), self.readback.chunks, Bytes(self.readback.chunk))?;
+        writeln!(
+            f,
+            "upload {} x {}, readback {} x {}",
+            self.upload.chunks,
+            Bytes(self.upload.chunk),
+            self.readback.chunks,
+            Bytes(self.readback.chunk)
+        )?;
         writeln!(f, "uniforms {}", Bytes(self.uniforms))
     }
 }

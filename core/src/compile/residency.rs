@@ -115,7 +115,8 @@ pub(crate) fn schedule(needs: &[Need], residence: &Residence, kept: Option<&Home
             last_of_visit.insert(visit, t);
         }
     }
-    let empty = |content| SlotState { content, visit: None, free_since: 0, last_use: 0, used: false, pass: Pass::Forward };
+    let empty =
+        |content| SlotState { content, visit: None, free_since: 0, last_use: 0, used: false, pass: Pass::Forward };
     let mut slots: Vec<SlotState> = match kept {
         Some(home) => home.iter().map(|c| empty(*c)).collect(),
         None => (0..residence.streaming).map(|_| empty(None)).collect(),
@@ -200,7 +201,13 @@ pub(crate) fn schedule(needs: &[Need], residence: &Residence, kept: Option<&Home
                 && slots[k].content != Some(*s)
             {
                 let from = vacate(&mut slots[k], k, &mut out);
-                out.loads.push(Load { segment: *s, slot: WeightSlot::Streaming(k as u32), from, by: steps, pass: Pass::Forward });
+                out.loads.push(Load {
+                    segment: *s,
+                    slot: WeightSlot::Streaming(k as u32),
+                    from,
+                    by: steps,
+                    pass: Pass::Forward,
+                });
                 slots[k].content = Some(*s);
             }
         }

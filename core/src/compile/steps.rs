@@ -38,7 +38,9 @@ impl Step {
     /// The values that the step reads or writes.
     pub fn values(&self) -> Vec<Tensor> {
         match &self.kind {
-            StepKind::Upload { value, .. } | StepKind::LoadRows { value, .. } | StepKind::Download { value, .. } => vec![*value],
+            StepKind::Upload { value, .. } | StepKind::LoadRows { value, .. } | StepKind::Download { value, .. } => {
+                vec![*value]
+            }
             StepKind::Hook { value, .. } => value.iter().copied().collect(),
             StepKind::Call(call) => call
                 .bindings
@@ -110,10 +112,8 @@ pub(crate) fn live(program: &Program) -> Vec<bool> {
 pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) -> Result<Vec<Step>> {
     let graph = &program.graph;
     let live = live(program);
-    let inputs: Vec<Tensor> = (0..graph.nodes().len() as u32)
-        .map(Tensor)
-        .filter(|t| matches!(graph.node(*t).op, Op::Input { .. }))
-        .collect();
+    let inputs: Vec<Tensor> =
+        (0..graph.nodes().len() as u32).map(Tensor).filter(|t| matches!(graph.node(*t).op, Op::Input { .. })).collect();
     let mut uploaded = vec![false; inputs.len()];
     let (mut steps, mut updates) = (Vec::new(), Vec::new());
     let upload = |t: Tensor, pass: Pass, uploaded: &mut Vec<bool>, steps: &mut Vec<Step>| {
@@ -122,7 +122,12 @@ pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) 
             && !std::mem::replace(&mut uploaded[i], true)
             && graph.node(root).shape.elements() > 0
         {
-            steps.push(Step { kind: StepKind::Upload { input: i as u32, value: root }, pass, visit: None, update: false });
+            steps.push(Step {
+                kind: StepKind::Upload { input: i as u32, value: root },
+                pass,
+                visit: None,
+                update: false,
+            });
         }
     };
     for (i, node) in graph.nodes().iter().enumerate() {
@@ -135,7 +140,12 @@ pub(crate) fn steps(program: &Program, segments: SegmentIndex<'_>, caps: &Caps) 
             if let Some(t) = value {
                 upload(t, node.pass, &mut uploaded, &mut steps);
             }
-            steps.push(Step { kind: StepKind::Hook { name: name.clone(), when: *when, value }, pass: node.pass, visit, update: false });
+            steps.push(Step {
+                kind: StepKind::Hook { name: name.clone(), when: *when, value },
+                pass: node.pass,
+                visit,
+                update: false,
+            });
             continue;
         }
         if let Op::LoadRows { weight } = &node.op {

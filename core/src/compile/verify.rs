@@ -6,8 +6,8 @@
 
 use std::collections::BTreeMap;
 
-use super::plan::{Action, Binding, Breakdown, Category, Content, Plan, SlotId};
 use super::PlanSet;
+use super::plan::{Action, Binding, Breakdown, Category, Content, Plan, SlotId};
 use crate::caps::{ALIGN, Caps, MAX_WEIGHT_BUFFER};
 use crate::error::{Error, Result};
 
@@ -99,7 +99,9 @@ fn simulate(plan: &Plan, set: &PlanSet, caps: &Caps, entry: Entry) -> Result<()>
             sim.check(*bytes > 0, || "a slot has a buffer of no bytes".into())?;
             sim.check(*bytes <= caps.max_buffer, || format!("a buffer of {bytes} bytes is above the adapter's limit"))?;
             if slot.category == Category::Weights {
-                sim.check(*bytes <= MAX_WEIGHT_BUFFER, || format!("a weight buffer of {bytes} bytes is above 128 MiB"))?;
+                sim.check(*bytes <= MAX_WEIGHT_BUFFER, || {
+                    format!("a weight buffer of {bytes} bytes is above 128 MiB")
+                })?;
             }
             if exists(slot) {
                 sum.add(slot.category, *bytes);
@@ -114,7 +116,9 @@ fn simulate(plan: &Plan, set: &PlanSet, caps: &Caps, entry: Entry) -> Result<()>
     }
     let fixed = sum.total();
 
-    sim.check(table.uniforms == set.uniforms.len() as u64, || "the uniform buffer is not as large as its content".into())?;
+    sim.check(table.uniforms == set.uniforms.len() as u64, || {
+        "the uniform buffer is not as large as its content".into()
+    })?;
     for (slot, _) in &set.home {
         sim.slot(*slot)?;
     }
@@ -149,7 +153,9 @@ fn simulate(plan: &Plan, set: &PlanSet, caps: &Caps, entry: Entry) -> Result<()>
         let held = sim.held[slot.index()];
         sim.check(held == Held::Segment(*segment), || format!("slot {} is not at home at the end: {held:?}", slot.0))?;
     }
-    sim.check(table.slots.iter().zip(&sim.alive).all(|(s, alive)| *alive == remains(s)), || "a dynamic slot outlives the plan".into())?;
+    sim.check(table.slots.iter().zip(&sim.alive).all(|(s, alive)| *alive == remains(s)), || {
+        "a dynamic slot outlives the plan".into()
+    })?;
     ring_order.sort_unstable();
     sim.check(ring_order.iter().map(|(_, i)| *i).eq(plan.fills.iter().copied()), || {
         "the ring's order is not that of the actions that need the bytes".into()
@@ -161,7 +167,9 @@ fn simulate(plan: &Plan, set: &PlanSet, caps: &Caps, entry: Entry) -> Result<()>
     // Plans that make no slot have one peak, the sum of the table; only a prologue may have set a higher one.
     if !prologue && !set.options.keep_free_0 {
         let by_prologue = sum.total() < set.planned_peak() && prologue_peak(set) == set.planned_peak();
-        sim.check(sum == set.planned || by_prologue, || format!("the table adds up to {sum:?}, but {:?} was planned", set.planned))?;
+        sim.check(sum == set.planned || by_prologue, || {
+            format!("the table adds up to {sum:?}, but {:?} was planned", set.planned)
+        })?;
     }
     Ok(())
 }
@@ -196,7 +204,9 @@ impl Simulation<'_> {
             }
             for (slot, segment) in entry.remove() {
                 let held = self.held[slot.index()];
-                self.check(held == Held::Filling(segment), || format!("slot {} changed inside a load's window", slot.0))?;
+                self.check(held == Held::Filling(segment), || {
+                    format!("slot {} changed inside a load's window", slot.0)
+                })?;
                 self.held[slot.index()] = Held::Segment(segment);
             }
         }
@@ -216,7 +226,9 @@ impl Simulation<'_> {
             Action::Load { segment, slot, by, .. } => {
                 let layout = self.set.segments.get(*segment as usize);
                 let buffers = &self.slot(*slot)?.buffers;
-                let fits = layout.is_some_and(|l| l.buffers.len() <= buffers.len() && l.buffers.iter().zip(buffers).all(|(need, have)| need <= have));
+                let fits = layout.is_some_and(|l| {
+                    l.buffers.len() <= buffers.len() && l.buffers.iter().zip(buffers).all(|(need, have)| need <= have)
+                });
                 self.check(fits, || format!("segment #{segment} does not fit slot {}", slot.0))?;
                 self.check(self.alive[slot.index()], || format!("slot {} does not exist yet", slot.0))?;
                 let held = self.held[slot.index()];
@@ -228,7 +240,9 @@ impl Simulation<'_> {
             Action::Evict { segment, slot, .. } => {
                 self.slot(*slot)?;
                 let held = self.held[slot.index()];
-                self.check(held == Held::Segment(*segment), || format!("segment #{segment} is evicted from slot {}, which holds {held:?}", slot.0))?;
+                self.check(held == Held::Segment(*segment), || {
+                    format!("segment #{segment} is evicted from slot {}, which holds {held:?}", slot.0)
+                })?;
                 self.held[slot.index()] = Held::Nothing;
             }
             Action::Alloc { slot } => {
@@ -249,17 +263,25 @@ impl Simulation<'_> {
             }
             Action::Dispatch { kernel, bindings, params, grid, .. } => {
                 let shader = kernel.shader;
-                self.check(bindings.len() == shader.bindings.len(), || format!("`{}` has {} bindings, not {}", shader.name, shader.bindings.len(), bindings.len()))?;
-                self.check(bindings.len() <= self.caps.max_storage_buffers as usize, || format!("{} storage bindings", bindings.len()))?;
+                self.check(bindings.len() == shader.bindings.len(), || {
+                    format!("`{}` has {} bindings, not {}", shader.name, shader.bindings.len(), bindings.len())
+                })?;
+                self.check(bindings.len() <= self.caps.max_storage_buffers as usize, || {
+                    format!("{} storage bindings", bindings.len())
+                })?;
                 let end = u64::from(*params) + u64::from(shader.params_size);
-                self.check(u64::from(*params) % self.caps.uniform_align.max(ALIGN) == 0 && end <= self.set.table.uniforms, || {
-                    format!("parameters at {params} are misplaced")
+                self.check(
+                    u64::from(*params) % self.caps.uniform_align.max(ALIGN) == 0 && end <= self.set.table.uniforms,
+                    || format!("parameters at {params} are misplaced"),
+                )?;
+                self.check(grid.iter().all(|g| *g > 0 && *g <= self.caps.max_groups), || {
+                    format!("a grid of {grid:?} workgroups")
                 })?;
-                self.check(grid.iter().all(|g| *g > 0 && *g <= self.caps.max_groups), || format!("a grid of {grid:?} workgroups"))?;
                 let invocations: u32 = shader.workgroup_size.iter().product();
-                self.check(invocations <= self.caps.max_invocations && shader.workgroup_bytes <= self.caps.max_workgroup_bytes, || {
-                    format!("workgroups of `{}` are too large", shader.name)
-                })?;
+                self.check(
+                    invocations <= self.caps.max_invocations && shader.workgroup_bytes <= self.caps.max_workgroup_bytes,
+                    || format!("workgroups of `{}` are too large", shader.name),
+                )?;
                 for (i, b) in bindings.iter().enumerate() {
                     self.check(b.write == (shader.bindings[i].access == ebbtide_shaders::Access::ReadWrite), || {
                         format!("binding {i} of `{}` has the wrong access", shader.name)
@@ -312,20 +334,26 @@ impl Simulation<'_> {
         let slot = self.slot(b.slot)?;
         self.check(self.alive[b.slot.index()], || format!("slot {} does not exist now", b.slot.0))?;
         let size = slot.buffers.get(b.buffer as usize).copied().unwrap_or(0);
-        self.check(b.size > 0 && b.size % 4 == 0, || format!("a binding of {} bytes", b.size))?;
-        self.check(b.offset % self.caps.storage_align.max(ALIGN) == 0, || format!("a binding at offset {}", b.offset))?;
+        self.check(b.size > 0 && b.size.is_multiple_of(4), || format!("a binding of {} bytes", b.size))?;
+        self.check(b.offset.is_multiple_of(self.caps.storage_align.max(ALIGN)), || {
+            format!("a binding at offset {}", b.offset)
+        })?;
         self.check(b.offset.checked_add(b.size).is_some_and(|end| end <= size), || {
             format!("a binding of {} bytes at {} in a buffer of {size}", b.size, b.offset)
         })?;
-        self.check(b.size <= self.caps.max_binding, || format!("a binding of {} bytes is above the adapter's limit", b.size))?;
+        self.check(b.size <= self.caps.max_binding, || {
+            format!("a binding of {} bytes is above the adapter's limit", b.size)
+        })?;
         if let Content::Folded(i) = b.content {
             let fold = self.set.folds.get(i as usize);
-            let right = fold.is_some_and(|f| (f.slot, f.offset, f.bytes) == (b.slot, b.offset, b.size) && b.buffer == 0);
+            let right =
+                fold.is_some_and(|f| (f.slot, f.offset, f.bytes) == (b.slot, b.offset, b.size) && b.buffer == 0);
             self.check(right, || format!("the fold #{i} is looked for in the wrong place"))?;
         }
         if let Content::Weight { segment, weight, piece } = b.content {
             let place = self.set.segments.get(segment as usize).and_then(|s| s.place(weight, piece));
-            let right = place.is_some_and(|p| (p.buffer, p.offset) == (b.buffer, b.offset) && p.bytes.next_multiple_of(4) == b.size);
+            let right = place
+                .is_some_and(|p| (p.buffer, p.offset) == (b.buffer, b.offset) && p.bytes.next_multiple_of(4) == b.size);
             self.check(right, || format!("a weight of segment #{segment} is looked for in the wrong place"))?;
         }
         Ok(())
@@ -346,18 +374,24 @@ impl Simulation<'_> {
         let held = self.held[b.slot.index()];
         if let Content::State(i) = b.content {
             let free = self.at >= self.updates_from || self.set.states.get(i as usize).is_some_and(|s| s.scratch);
-            self.check(held == Held::State(i), || format!("state #{i} is written in slot {}, which holds {held:?}", b.slot.0))?;
+            self.check(held == Held::State(i), || {
+                format!("state #{i} is written in slot {}, which holds {held:?}", b.slot.0)
+            })?;
             return self.check(free, || format!("state #{i} is written before the updates"));
         }
         if let Content::Folded(i) = b.content {
-            self.check(self.prologue && held == Held::Folds, || format!("the fold #{i} is written after the prologue"))?;
+            self.check(self.prologue && held == Held::Folds, || {
+                format!("the fold #{i} is written after the prologue")
+            })?;
             self.folded[i as usize] = true;
             return Ok(());
         }
         let Content::Value(t) = b.content else {
             return Err(Error::Plan { action: self.at, reason: "a weight is written".into() });
         };
-        self.check(!matches!(held, Held::Filling(_) | Held::Segment(_) | Held::State(_) | Held::Folds), || format!("slot {} is written while it holds {held:?}", b.slot.0))?;
+        self.check(!matches!(held, Held::Filling(_) | Held::Segment(_) | Held::State(_) | Held::Folds), || {
+            format!("slot {} is written while it holds {held:?}", b.slot.0)
+        })?;
         self.held[b.slot.index()] = Held::Value(t);
         Ok(())
     }

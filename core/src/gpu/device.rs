@@ -1,7 +1,7 @@
 //! Opening a device, and the one place where buffers are made.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use super::foreign;
@@ -69,7 +69,8 @@ impl Device {
         let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
         // No validation layers of the driver, and none of wgpu's own indirect-draw checks: they make buffers.
         descriptor.flags = wgpu::InstanceFlags::empty();
-        descriptor.backends = wgpu::Backends::VULKAN | wgpu::Backends::METAL | wgpu::Backends::DX12 | wgpu::Backends::BROWSER_WEBGPU;
+        descriptor.backends =
+            wgpu::Backends::VULKAN | wgpu::Backends::METAL | wgpu::Backends::DX12 | wgpu::Backends::BROWSER_WEBGPU;
         let instance = wgpu::Instance::new(descriptor);
         let adapter = Device::choose(&instance, choice).await?;
         let info = adapter.get_info();
@@ -129,7 +130,17 @@ impl Device {
         let pipelines = PipelineCache::default();
         let ledger = Arc::new(Ledger::default());
         let faults = choice.faults.clone();
-        Ok(Device(Arc::new(Inner { device, queue, caps, ledger, failures, pipelines, folds: FoldStore::default(), faults, made: AtomicU64::new(0) })))
+        Ok(Device(Arc::new(Inner {
+            device,
+            queue,
+            caps,
+            ledger,
+            failures,
+            pipelines,
+            folds: FoldStore::default(),
+            faults,
+            made: AtomicU64::new(0),
+        })))
     }
 
     async fn choose(instance: &wgpu::Instance, choice: &DeviceChoice) -> Result<wgpu::Adapter> {
@@ -219,14 +230,25 @@ impl Device {
     }
 
     /// Makes a buffer and counts it. An allocation that fails is a typed error and leaves nothing counted.
-    pub(crate) async fn buffer(&self, what: &str, category: Category, size: u64, usage: wgpu::BufferUsages) -> Result<Buffer> {
+    pub(crate) async fn buffer(
+        &self,
+        what: &str,
+        category: Category,
+        size: u64,
+        usage: wgpu::BufferUsages,
+    ) -> Result<Buffer> {
         self.check()?;
         self.0.ledger.take(what, category, size)?;
         // From here on the bytes are given back by dropping `buffer`.
         let memory = foreign(|| self.0.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory));
         let validation = foreign(|| self.0.device.push_error_scope(wgpu::ErrorFilter::Validation));
         let raw = foreign(|| {
-            self.0.device.create_buffer(&wgpu::BufferDescriptor { label: Some(what), size, usage, mapped_at_creation: false })
+            self.0.device.create_buffer(&wgpu::BufferDescriptor {
+                label: Some(what),
+                size,
+                usage,
+                mapped_at_creation: false,
+            })
         });
         let buffer = Buffer { raw, size, category, ledger: self.0.ledger.clone() };
         let refused = validation.pop().await;

@@ -11,10 +11,7 @@ impl Graph {
             return Ok(x);
         }
         if matches!(dtype, DType::I64 | DType::U8) {
-            return Err(Error::Shape {
-                op: "cast",
-                reason: format!("nothing is computed as {dtype:?}"),
-            });
+            return Err(Error::Shape { op: "cast", reason: format!("nothing is computed as {dtype:?}") });
         }
         let shape = self.shape(x)?;
         let y = self.push(Op::Cast, vec![x], shape);
@@ -24,10 +21,7 @@ impl Graph {
 
     /// `cond ≠ 0 ? a : b`, broadcast.
     pub fn select(&mut self, cond: Tensor, a: Tensor, b: Tensor) -> Result<Tensor> {
-        let shape = self
-            .shape(a)?
-            .broadcast(&self.shape(b)?)?
-            .broadcast(&self.shape(cond)?)?;
+        let shape = self.shape(a)?.broadcast(&self.shape(b)?)?.broadcast(&self.shape(cond)?)?;
         Ok(self.push(Op::Select, vec![cond, a, b], shape))
     }
 
@@ -42,36 +36,17 @@ impl Graph {
         let shape = self.matmul_shape(a, b, bias)?;
         let mut inputs = vec![a, b];
         inputs.extend(bias);
-        Ok(self.push(
-            Op::MatMul {
-                bias: bias.is_some(),
-                alpha,
-            },
-            inputs,
-            shape,
-        ))
+        Ok(self.push(Op::MatMul { bias: bias.is_some(), alpha }, inputs, shape))
     }
 
     /// `start + a · b (+ bias)`: every accumulator starts from `start`, whose storage the result takes over. `start`
     /// must not be used by anything else.
     pub(crate) fn matmul_from(&mut self, start: Tensor, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
         let shape = self.matmul_shape(a, b, bias)?;
-        let region = Region {
-            shape,
-            view: View::dense(&shape),
-            carry: true,
-        };
+        let region = Region { shape, view: View::dense(&shape), carry: true };
         let mut inputs = vec![a, b];
         inputs.extend(bias);
-        self.push_into(
-            Op::MatMul {
-                bias: bias.is_some(),
-                alpha: 1.0,
-            },
-            inputs,
-            start,
-            region,
-        )
+        self.push_into(Op::MatMul { bias: bias.is_some(), alpha: 1.0 }, inputs, start, region)
     }
 
     fn matmul_shape(&self, a: Tensor, b: Tensor, bias: Option<Tensor>) -> Result<Shape> {
@@ -137,30 +112,16 @@ impl Graph {
     pub fn reduce(&mut self, fold: Fold, x: Tensor, dims: &[usize]) -> Result<Tensor> {
         let shape = self.shape(x)?;
         if dims.iter().any(|d| *d >= shape.rank()) || dims.is_empty() && shape.rank() > 0 {
-            return Err(Error::Shape {
-                op: "reduce",
-                reason: format!("{shape} has no dimensions {dims:?}"),
-            });
+            return Err(Error::Shape { op: "reduce", reason: format!("{shape} has no dimensions {dims:?}") });
         }
         let (mut kept, mut folded) = (Vec::new(), Vec::new());
         for d in 0..shape.rank() {
-            if dims.contains(&d) {
-                folded.push(d)
-            } else {
-                kept.push(d)
-            }
+            if dims.contains(&d) { folded.push(d) } else { kept.push(d) }
         }
         let order: Vec<usize> = kept.iter().chain(&folded).copied().collect();
         let x = self.permute(x, &order)?;
         let shape = Shape::new(&kept.iter().map(|d| shape.dims()[*d]).collect::<Vec<_>>())?;
-        let y = self.push(
-            Op::Reduce {
-                fold,
-                dims: folded.len(),
-            },
-            vec![x],
-            shape,
-        );
+        let y = self.push(Op::Reduce { fold, dims: folded.len() }, vec![x], shape);
         if fold == Fold::Argmax {
             self.dtypes.insert(y.0, DType::I32);
         }

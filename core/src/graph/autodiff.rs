@@ -52,20 +52,14 @@ impl Graph {
         }
         let count = loss.index() + 1;
         let mut needed = vec![false; count];
-        let sunk: Vec<Tensor> = sinks
-            .as_ref()
-            .map(|s| s.params.iter().map(|(t, ..)| *t).collect())
-            .unwrap_or_default();
+        let sunk: Vec<Tensor> = sinks.as_ref().map(|s| s.params.iter().map(|(t, ..)| *t).collect()).unwrap_or_default();
         for t in wrt.iter().chain(&sunk) {
             self.shape(*t)?;
             match needed.get_mut(t.index()) {
                 Some(n) => *n = true,
                 None => {
                     let what = format!("gradient of tensor {}", t.0);
-                    return Err(Error::Invalid {
-                        what,
-                        reason: "the loss does not depend on it".into(),
-                    });
+                    return Err(Error::Invalid { what, reason: "the loss does not depend on it".into() });
                 }
             }
         }
@@ -125,20 +119,12 @@ impl Graph {
         if let Op::Custom(id) = node.op {
             let vjp = self.customs[id as usize].0.clone();
             self.open_visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
-            let call = CustomGrad {
-                inputs: &inputs[1..],
-                output: y,
-                grad: dy,
-                needed: &needed[1..],
-            };
+            let call = CustomGrad { inputs: &inputs[1..], output: y, grad: dy, needed: &needed[1..] };
             let parts = vjp(self, call)?;
             self.open_visit = None;
             if parts.len() + 1 != inputs.len() {
                 let reason = format!("{} gradients for {} operands", parts.len(), inputs.len() - 1);
-                return Err(Error::Invalid {
-                    what: "custom function".into(),
-                    reason,
-                });
+                return Err(Error::Invalid { what: "custom function".into(), reason });
             }
             for (input, part) in node.inputs[1..].iter().zip(parts) {
                 if let Some(part) = part.filter(|_| walk.needed[input.index()]) {
@@ -148,10 +134,7 @@ impl Graph {
                             self.shape(part)?,
                             self.shape(*input)?
                         );
-                        return Err(Error::Shape {
-                            op: "custom function",
-                            reason,
-                        });
+                        return Err(Error::Shape { op: "custom function", reason });
                     }
                     self.collect(*input, part, walk)?;
                 }
@@ -160,13 +143,7 @@ impl Graph {
         }
         if let Op::Nn(op) = &node.op {
             self.open_visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
-            let call = crate::nn::Vjp {
-                y,
-                extras: &extras,
-                inputs: &inputs,
-                dy,
-                needed: &needed,
-            };
+            let call = crate::nn::Vjp { y, extras: &extras, inputs: &inputs, dy, needed: &needed };
             let parts = op.vjp(self, &call)?;
             self.open_visit = None;
             for (input, part) in node.inputs.iter().zip(parts) {
@@ -196,14 +173,7 @@ impl Graph {
             let (_, array, offset) = sinks.params[k];
             let carry = std::mem::replace(&mut walk.started[k], true);
             let array = &mut sinks.arrays[array];
-            let region = Region {
-                shape,
-                view: View {
-                    offset: offset + view.offset,
-                    ..view
-                },
-                carry,
-            };
+            let region = Region { shape, view: View { offset: offset + view.offset, ..view }, carry };
             *array = match self.written_in_place(part, *array, &region) {
                 Some(node) => node,
                 None => self.place(part, *array, region)?,
@@ -257,14 +227,7 @@ impl Graph {
         for (_, (t, array, offset)) in sinks.params.iter().enumerate().filter(|(k, _)| !walk.started[*k]) {
             let shape = self.shape(*t)?;
             let zero = self.fill(shape, 0.0);
-            let region = Region {
-                shape,
-                view: View {
-                    offset: *offset,
-                    strides: shape.dense_strides(),
-                },
-                carry: false,
-            };
+            let region = Region { shape, view: View { offset: *offset, strides: shape.dense_strides() }, carry: false };
             sinks.arrays[*array] = self.place_over(zero, sinks.arrays[*array], region)?;
         }
         Ok(())
@@ -294,10 +257,7 @@ impl Graph {
             let adds = node.into.as_ref().is_some_and(|r| r.carry) && node.op != Op::Nn(NnOp::Append);
             if adds && self.nodes[self.storage(old).0.index()].block != Some(block) {
                 let reason = "it adds to storage from outside, which computing it again would do twice".into();
-                return Err(Error::Invalid {
-                    what: "block".into(),
-                    reason,
-                });
+                return Err(Error::Invalid { what: "block".into(), reason });
             }
             for t in node.inputs.iter_mut() {
                 *t = values.get(t).copied().unwrap_or(*t);
@@ -344,24 +304,8 @@ mod tests {
             let y = g
                 .block(|g| {
                     let into = if inside { g.empty(shape) } else { outside };
-                    let first = g.place(
-                        x,
-                        into,
-                        Region {
-                            shape,
-                            view: View::dense(&shape),
-                            carry: false,
-                        },
-                    )?;
-                    let sum = g.place(
-                        x,
-                        first,
-                        Region {
-                            shape,
-                            view: View::dense(&shape),
-                            carry: true,
-                        },
-                    )?;
+                    let first = g.place(x, into, Region { shape, view: View::dense(&shape), carry: false })?;
+                    let sum = g.place(x, first, Region { shape, view: View::dense(&shape), carry: true })?;
                     g.mul(sum, sum)
                 })
                 .unwrap();

@@ -21,10 +21,7 @@ impl Graph {
         let Some(region) = into else {
             return self.vjp_of(y, op, inputs, k, dy).map(Some);
         };
-        let part = View {
-            offset: region.view.offset,
-            strides: region.view.strides,
-        };
+        let part = View { offset: region.view.offset, strides: region.view.strides };
         let own = self.push(Op::View(part), vec![dy], region.shape);
         if k + 1 < inputs.len() {
             return self.vjp_of(y, op, inputs, k, own).map(Some);
@@ -41,15 +38,7 @@ impl Graph {
         }
         let zero = self.fill(region.shape, 0.0);
         let copy = self.unary(Unary::Copy, dy)?;
-        self.place_over(
-            zero,
-            copy,
-            Region {
-                carry: false,
-                ..region.clone()
-            },
-        )
-        .map(Some)
+        self.place_over(zero, copy, Region { carry: false, ..region.clone() }).map(Some)
     }
 
     /// Whether `t` was written from nothing, and nowhere within the region: as the parts of a concatenation are. What the
@@ -116,11 +105,7 @@ impl Graph {
                 };
                 self.sum_to(g, shape)
             }
-            Op::Hook {
-                name,
-                when,
-                mirrored: true,
-            } => self.hook(dy, &name.clone(), *when, false),
+            Op::Hook { name, when, mirrored: true } => self.hook(dy, &name.clone(), *when, false),
             Op::Hook { .. } => Ok(dy),
             Op::View(view) => self.view_vjp(view, shape, self.shape(y)?, dy),
             Op::MatMul { alpha, .. } => self.matmul_vjp(inputs, k, dy, *alpha),
@@ -236,11 +221,7 @@ impl Graph {
                 // Elements that share the maximum share its gradient.
                 let y = self.reshape(y, &wide)?;
                 let chosen = self.binary(Binary::Eq, x, y)?;
-                let count = self.reduce(
-                    Fold::Sum,
-                    chosen,
-                    &(shape.rank() - dims..shape.rank()).collect::<Vec<_>>(),
-                )?;
+                let count = self.reduce(Fold::Sum, chosen, &(shape.rank() - dims..shape.rank()).collect::<Vec<_>>())?;
                 let count = self.reshape(count, &wide)?;
                 let share = self.binary(Binary::Div, dy, count)?;
                 self.mul(chosen, share)
@@ -272,9 +253,7 @@ impl Graph {
                         let rows = s.dims()[..s.rank() - 1].iter().product();
                         g.reshape(t, &[rows, last])
                     };
-                    let batch_of_dy = self.shape(dy)?.dims()[..self.shape(dy)?.rank() - 1]
-                        .iter()
-                        .product::<u64>();
+                    let batch_of_dy = self.shape(dy)?.dims()[..self.shape(dy)?.rank() - 1].iter().product::<u64>();
                     let a2 = flat(self, a)?;
                     if self.shape(a2)?.dims()[0] == batch_of_dy {
                         let dy2 = flat(self, dy)?;
@@ -325,15 +304,7 @@ impl Graph {
         // A window or slice: the gradient lies in its place, zeros around it.
         if from.elements() > to.elements() && (0..to.rank()).all(|d| to.dims()[d] <= 1 || view.strides[d] > 0) {
             let zero = self.fill(from, 0.0);
-            return self.place_over(
-                dy,
-                zero,
-                Region {
-                    shape: to,
-                    view: *view,
-                    carry: false,
-                },
-            );
+            return self.place_over(dy, zero, Region { shape: to, view: *view, carry: false });
         }
         // A broadcast: sum what was repeated.
         if from.broadcast(&to).is_ok_and(|s| s == to) {
@@ -349,14 +320,9 @@ impl Graph {
             return Ok(x);
         }
         let shift = from.rank() - to.rank();
-        let dims: Vec<usize> = (0..from.rank())
-            .filter(|d| *d < shift || to.dims()[d - shift] == 1 && from.dims()[*d] != 1)
-            .collect();
-        let x = if dims.is_empty() {
-            x
-        } else {
-            self.reduce(Fold::Sum, x, &dims)?
-        };
+        let dims: Vec<usize> =
+            (0..from.rank()).filter(|d| *d < shift || to.dims()[d - shift] == 1 && from.dims()[*d] != 1).collect();
+        let x = if dims.is_empty() { x } else { self.reduce(Fold::Sum, x, &dims)? };
         self.reshape(x, to.dims())
     }
 }
@@ -372,8 +338,5 @@ fn constant_in(op: &Op, k: usize) -> bool {
 }
 
 fn not_differentiable(what: &str) -> Error {
-    Error::Invalid {
-        what: "gradient".into(),
-        reason: format!("{what} has no gradient here"),
-    }
+    Error::Invalid { what: "gradient".into(), reason: format!("{what} has no gradient here") }
 }

@@ -103,23 +103,15 @@ pub struct Weights {
 impl Weights {
     /// The weight of that name.
     pub fn get(&self, name: &str) -> Result<Tensor> {
-        self.names
-            .iter()
-            .find(|(n, _)| &**n == name)
-            .map(|(_, t)| *t)
-            .ok_or_else(|| Error::NotFound {
-                what: "weight",
-                name: name.to_string(),
-                hint: Some(format!(
-                    "segment `{}` has {}",
-                    self.segment,
-                    self.names
-                        .iter()
-                        .map(|(n, _)| format!("`{n}`"))
-                        .collect::<Vec<_>>()
-                        .join(", ")
-                )),
-            })
+        self.names.iter().find(|(n, _)| &**n == name).map(|(_, t)| *t).ok_or_else(|| Error::NotFound {
+            what: "weight",
+            name: name.to_string(),
+            hint: Some(format!(
+                "segment `{}` has {}",
+                self.segment,
+                self.names.iter().map(|(n, _)| format!("`{n}`")).collect::<Vec<_>>().join(", ")
+            )),
+        })
     }
 }
 
@@ -162,15 +154,8 @@ impl Graph {
 
     /// A value given by the caller at each run: f32, dense, row-major, of this shape.
     pub fn input(&mut self, name: &str, shape: impl AsRef<[u64]>) -> Result<Tensor> {
-        if self
-            .nodes
-            .iter()
-            .any(|n| matches!(&n.op, Op::Input { name: other } if &**other == name))
-        {
-            return Err(Error::Invalid {
-                what: format!("input `{name}`"),
-                reason: "the name is taken".into(),
-            });
+        if self.nodes.iter().any(|n| matches!(&n.op, Op::Input { name: other } if &**other == name)) {
+            return Err(Error::Invalid { what: format!("input `{name}`"), reason: "the name is taken".into() });
         }
         let shape = Shape::new(shape.as_ref())?;
         Ok(self.push(Op::Input { name: name.into() }, vec![], shape))
@@ -185,38 +170,19 @@ impl Graph {
 
     /// Persistent f32 storage, shared by all programs that use the name; zero when a session begins.
     pub fn state(&mut self, name: &str, shape: Shape, category: Category) -> Tensor {
-        self.push(
-            Op::State(Arc::new(StateSpec {
-                name: name.into(),
-                category,
-                scratch: false,
-            })),
-            vec![],
-            shape,
-        )
+        self.push(Op::State(Arc::new(StateSpec { name: name.into(), category, scratch: false })), vec![], shape)
     }
 
     /// As [`Graph::state`], but written as the plan goes (gradients, caches) and undefined after a failed run.
     pub fn scratch(&mut self, name: &str, shape: Shape, category: Category) -> Tensor {
-        self.push(
-            Op::State(Arc::new(StateSpec {
-                name: name.into(),
-                category,
-                scratch: true,
-            })),
-            vec![],
-            shape,
-        )
+        self.push(Op::State(Arc::new(StateSpec { name: name.into(), category, scratch: true })), vec![], shape)
     }
 
     /// Marks what `build` adds as one block, whose values may be computed again in the backward pass instead of kept.
     /// Only `x` and the block's other operands from outside are kept. Blocks do not nest.
     pub fn block<T>(&mut self, build: impl FnOnce(&mut Graph) -> Result<T>) -> Result<T> {
         if self.open_block.is_some() {
-            return Err(Error::Invalid {
-                what: "block".into(),
-                reason: "blocks do not nest".into(),
-            });
+            return Err(Error::Invalid { what: "block".into(), reason: "blocks do not nest".into() });
         }
         self.open_block = Some(self.blocks);
         self.blocks += 1;
@@ -248,10 +214,7 @@ impl Graph {
             return Err(missing_weight(segment, name));
         };
         if !matches!(self.node(ids).op, Op::Input { .. }) || self.dtype(ids) != DType::I32 {
-            return Err(Error::Invalid {
-                what: "load_rows".into(),
-                reason: "the ids must be an integer input".into(),
-            });
+            return Err(Error::Invalid { what: "load_rows".into(), reason: "the ids must be an integer input".into() });
         }
         let columns = first.shape.last().copied().unwrap_or(1);
         let shape = Shape::new(&[self.shape(ids)?.elements(), columns])?;
@@ -288,10 +251,7 @@ impl Graph {
     /// A frozen weight of a segment, as stored. All its row pieces in the segment make one tensor. The engine
     /// decides when its segment is loaded; see [`Graph::with`] to decide by hand.
     pub fn weight(&mut self, segment: &Segment, name: &str) -> Result<Tensor> {
-        let key = (
-            self.open_visit.map_or(u32::MAX, |v| v),
-            Arc::<str>::from(format!("{}\0{name}", segment.id.0)),
-        );
+        let key = (self.open_visit.map_or(u32::MAX, |v| v), Arc::<str>::from(format!("{}\0{name}", segment.id.0)));
         if let Some(tensor) = self.weights.get(&key) {
             return Ok(*tensor);
         }
@@ -304,18 +264,10 @@ impl Graph {
         let mut parts = Vec::with_capacity(entries.len());
         for entry in &entries {
             if entry.dtype != dtype || entry.shape.get(1..) != dims.get(1..) {
-                return Err(Error::Shape {
-                    op: "weight",
-                    reason: format!("the pieces of `{name}` do not fit"),
-                });
+                return Err(Error::Shape { op: "weight", reason: format!("the pieces of `{name}` do not fit") });
             }
             let n = entry.shape.first().copied().unwrap_or(1);
-            parts.push(WeightPart {
-                weight: entry.weight,
-                piece: entry.piece,
-                first_row: rows,
-                rows: n,
-            });
+            parts.push(WeightPart { weight: entry.weight, piece: entry.piece, first_row: rows, rows: n });
             rows += n;
         }
         if let Some(d) = dims.first_mut() {
@@ -323,14 +275,7 @@ impl Graph {
         }
         let shape = Shape::new(&dims)?;
         self.segments.insert(segment.id.0, segment.clone());
-        let tensor = self.push(
-            Op::Weight {
-                parts: parts.into(),
-                segment: segment.id,
-            },
-            vec![],
-            shape,
-        );
+        let tensor = self.push(Op::Weight { parts: parts.into(), segment: segment.id }, vec![], shape);
         self.dtypes.insert(tensor.0, dtype);
         self.weights.insert(key, tensor);
         Ok(tensor)
@@ -347,9 +292,7 @@ impl Graph {
             });
         }
         self.open_visit = Some(self.visits.len() as u32);
-        self.visits.push(Visit {
-            segment: segment.clone(),
-        });
+        self.visits.push(Visit { segment: segment.clone() });
         let result = self.weights_of(segment).and_then(|weights| build(self, &weights));
         self.open_visit = None;
         result
@@ -364,10 +307,7 @@ impl Graph {
                 names.push((entry.name.clone(), tensor));
             }
         }
-        Ok(Weights {
-            names,
-            segment: segment.name.clone(),
-        })
+        Ok(Weights { names, segment: segment.name.clone() })
     }
 
     /// Calls the user's hook `name` at this place of the stream; gives `x` unchanged. With `mirrored` the
@@ -375,15 +315,7 @@ impl Graph {
     pub fn hook(&mut self, x: Tensor, name: &str, when: HookWhen, mirrored: bool) -> Result<Tensor> {
         let shape = self.shape(x)?;
         let x = if when == HookWhen::Value { self.computed(x)? } else { x };
-        Ok(self.push(
-            Op::Hook {
-                name: name.into(),
-                when,
-                mirrored,
-            },
-            vec![x],
-            shape,
-        ))
+        Ok(self.push(Op::Hook { name: name.into(), when, mirrored }, vec![x], shape))
     }
 
     /// The shape of a value.
@@ -410,13 +342,7 @@ impl Graph {
             named.push((Arc::from(*name), graph.computed(*tensor)?));
         }
         graph.check_versions(named.iter().map(|(_, t)| *t))?;
-        Ok(Program {
-            name: "program".into(),
-            graph,
-            outputs: named,
-            kept: None,
-            roots: Vec::new(),
-        })
+        Ok(Program { name: "program".into(), graph, outputs: named, kept: None, roots: Vec::new() })
     }
 
     /// A program that computes `loss` (one element) and its gradients with respect to `wrt`, as the outputs
@@ -465,11 +391,7 @@ impl Graph {
     /// Adds a node of another graph, its operands as `copied` says.
     pub(crate) fn copy_node(&mut self, from: &Graph, t: Tensor, copied: &HashMap<Tensor, Tensor>) -> Tensor {
         let node = from.node(t);
-        let inputs = node
-            .inputs
-            .iter()
-            .map(|i| copied.get(i).copied().unwrap_or(*i))
-            .collect();
+        let inputs = node.inputs.iter().map(|i| copied.get(i).copied().unwrap_or(*i)).collect();
         let new = self.push(node.op.clone(), inputs, node.shape);
         self.nodes[new.index()].into = node.into.clone();
         if let Some(dtype) = from.dtypes.get(&t.0) {
@@ -515,22 +437,9 @@ impl Graph {
     }
 
     fn push(&mut self, op: Op, inputs: Vec<Tensor>, shape: Shape) -> Tensor {
-        let pass = if self.in_backward {
-            Pass::Backward
-        } else {
-            Pass::Forward
-        };
+        let pass = if self.in_backward { Pass::Backward } else { Pass::Forward };
         let (visit, block) = (self.open_visit, self.open_block);
-        self.nodes.push(Node {
-            op,
-            inputs,
-            shape,
-            pass,
-            visit,
-            block,
-            into: None,
-            extras: Vec::new(),
-        });
+        self.nodes.push(Node { op, inputs, shape, pass, visit, block, into: None, extras: Vec::new() });
         Tensor(self.nodes.len() as u32 - 1)
     }
 }

@@ -22,31 +22,20 @@ impl Shape {
     /// an index in a kernel.
     pub fn new(dims: &[u64]) -> Result<Shape> {
         if dims.len() > MAX_RANK {
-            return Err(shape_error(format!(
-                "rank {} is above the highest of {MAX_RANK}",
-                dims.len()
-            )));
+            return Err(shape_error(format!("rank {} is above the highest of {MAX_RANK}", dims.len())));
         }
         let elements = dims.iter().try_fold(1u64, |n, d| n.checked_mul((*d).max(1)));
         if elements.is_none_or(|n| n > u64::from(u32::MAX)) {
-            return Err(shape_error(format!(
-                "{dims:?} has more elements than a 32-bit index reaches"
-            )));
+            return Err(shape_error(format!("{dims:?} has more elements than a 32-bit index reaches")));
         }
         let mut all = [1; MAX_RANK];
         all[..dims.len()].copy_from_slice(dims);
-        Ok(Shape {
-            rank: dims.len() as u8,
-            dims: all,
-        })
+        Ok(Shape { rank: dims.len() as u8, dims: all })
     }
 
     /// The scalar shape.
     pub fn scalar() -> Shape {
-        Shape {
-            rank: 0,
-            dims: [1; MAX_RANK],
-        }
+        Shape { rank: 0, dims: [1; MAX_RANK] }
     }
 
     /// The extents.
@@ -79,11 +68,7 @@ impl Shape {
     pub fn broadcast(&self, other: &Shape) -> Result<Shape> {
         let rank = self.rank().max(other.rank());
         let extent = |s: &Shape, i: usize| {
-            if i + s.rank() < rank {
-                1
-            } else {
-                s.dims[i + s.rank() - rank]
-            }
+            if i + s.rank() < rank { 1 } else { s.dims[i + s.rank() - rank] }
         };
         let mut dims = [1; MAX_RANK];
         for (i, d) in dims.iter_mut().enumerate().take(rank) {
@@ -127,10 +112,7 @@ pub struct View {
 impl View {
     /// The view of a dense row-major tensor.
     pub fn dense(shape: &Shape) -> View {
-        View {
-            offset: 0,
-            strides: shape.dense_strides(),
-        }
+        View { offset: 0, strides: shape.dense_strides() }
     }
 
     /// Whether the elements lie one after another in row-major order.
@@ -148,10 +130,7 @@ impl View {
                 strides[i + shift] = self.strides[i];
             }
         }
-        View {
-            offset: self.offset,
-            strides,
-        }
+        View { offset: self.offset, strides }
     }
 }
 

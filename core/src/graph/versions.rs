@@ -62,10 +62,7 @@ impl Graph {
 
 fn overwritten(reader: &str) -> Error {
     let reason = "reads a value after another was written over it; read the result of the write, or copy first".into();
-    Error::Invalid {
-        what: reader.into(),
-        reason,
-    }
+    Error::Invalid { what: reader.into(), reason }
 }
 
 #[cfg(test)]
@@ -74,11 +71,7 @@ mod tests {
     use crate::graph::{Graph, Region, Shape, Unary, View};
 
     fn region(shape: Shape) -> Region {
-        Region {
-            shape,
-            view: View::dense(&shape),
-            carry: true,
-        }
+        Region { shape, view: View::dense(&shape), carry: true }
     }
 
     #[test]
@@ -91,11 +84,7 @@ mod tests {
             let first = g.place(x, first, region(shape)).unwrap();
             let early = g.unary(Unary::Exp, first).unwrap();
             let second = g.place(x, first, region(shape)).unwrap();
-            let late = if late {
-                g.unary(Unary::Exp, first).unwrap()
-            } else {
-                early
-            };
+            let late = if late { g.unary(Unary::Exp, first).unwrap() } else { early };
             g.outputs(&[("a", early), ("b", second), ("c", late)])
         };
         assert!(build(false).is_ok());

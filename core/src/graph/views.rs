@@ -11,24 +11,11 @@ impl Graph {
     /// Dense elements `offset ..` of a tensor, under another shape; costs nothing.
     pub fn window(&mut self, x: Tensor, offset: u64, shape: Shape) -> Result<Tensor> {
         let from = self.shape(x)?;
-        if offset
-            .checked_add(shape.elements())
-            .is_none_or(|end| end > from.elements())
-        {
-            return Err(Error::Shape {
-                op: "window",
-                reason: format!("{shape} at {offset} does not lie in {from}"),
-            });
+        if offset.checked_add(shape.elements()).is_none_or(|end| end > from.elements()) {
+            return Err(Error::Shape { op: "window", reason: format!("{shape} at {offset} does not lie in {from}") });
         }
         let x = self.dense(x)?;
-        Ok(self.push(
-            Op::View(View {
-                offset,
-                strides: shape.dense_strides(),
-            }),
-            vec![x],
-            shape,
-        ))
+        Ok(self.push(Op::View(View { offset, strides: shape.dense_strides() }), vec![x], shape))
     }
 
     /// Elements `start .. end` along a dimension; costs nothing.
@@ -43,14 +30,7 @@ impl Graph {
         let mut dims = from.dims().to_vec();
         dims[dim] = end - start;
         let strides = from.dense_strides();
-        Ok(self.push(
-            Op::View(View {
-                offset: start * strides[dim],
-                strides,
-            }),
-            vec![x],
-            Shape::new(&dims)?,
-        ))
+        Ok(self.push(Op::View(View { offset: start * strides[dim], strides }), vec![x], Shape::new(&dims)?))
     }
 
     /// Tensors behind one another along a dimension.
@@ -75,19 +55,8 @@ impl Graph {
         let (mut at, strides) = (0, shape.dense_strides());
         for part in parts {
             let s = self.shape(*part)?;
-            let view = View {
-                offset: at * strides[dim],
-                strides,
-            };
-            joined = self.place(
-                *part,
-                joined,
-                Region {
-                    shape: s,
-                    view,
-                    carry: false,
-                },
-            )?;
+            let view = View { offset: at * strides[dim], strides };
+            joined = self.place(*part, joined, Region { shape: s, view, carry: false })?;
             at += s.dims()[dim];
         }
         Ok(joined)
@@ -102,11 +71,7 @@ impl Graph {
         let owned =
             state || matches!(self.nodes[root.index()].op, Op::Empty) || self.nodes[into.index()].into.is_some();
         let shared = self.storage(x).0 == root;
-        let into = if state || owned && self.is_whole(into) && !shared {
-            into
-        } else {
-            self.unary(Unary::Copy, into)?
-        };
+        let into = if state || owned && self.is_whole(into) && !shared { into } else { self.unary(Unary::Copy, into)? };
         self.place_over(x, into, region)
     }
 
@@ -145,9 +110,7 @@ impl Graph {
         let shape = self.shape(x)?;
         let mut seen = [false; MAX_RANK];
         if order.len() != shape.rank()
-            || order
-                .iter()
-                .any(|d| *d >= shape.rank() || std::mem::replace(&mut seen[*d], true))
+            || order.iter().any(|d| *d >= shape.rank() || std::mem::replace(&mut seen[*d], true))
         {
             return Err(Error::Shape {
                 op: "permute",
@@ -170,10 +133,7 @@ impl Graph {
     pub fn transpose(&mut self, x: Tensor) -> Result<Tensor> {
         let rank = self.shape(x)?.rank();
         if rank < 2 {
-            return Err(Error::Shape {
-                op: "transpose",
-                reason: "needs at least two dimensions".into(),
-            });
+            return Err(Error::Shape { op: "transpose", reason: "needs at least two dimensions".into() });
         }
         let mut order: Vec<usize> = (0..rank).collect();
         order.swap(rank - 2, rank - 1);
@@ -184,10 +144,7 @@ impl Graph {
     pub fn reshape(&mut self, x: Tensor, dims: &[u64]) -> Result<Tensor> {
         let (from, to) = (self.shape(x)?, Shape::new(dims)?);
         if from.elements() != to.elements() {
-            return Err(Error::Shape {
-                op: "reshape",
-                reason: format!("{from} has other elements than {to}"),
-            });
+            return Err(Error::Shape { op: "reshape", reason: format!("{from} has other elements than {to}") });
         }
         if from == to {
             return Ok(x);
@@ -203,10 +160,7 @@ impl Graph {
             return Ok(x);
         }
         if from.broadcast(&to)? != to {
-            return Err(Error::Shape {
-                op: "broadcast",
-                reason: format!("{from} does not broadcast to {to}"),
-            });
+            return Err(Error::Shape { op: "broadcast", reason: format!("{from} does not broadcast to {to}") });
         }
         let view = View::dense(&from).broadcast(&from, &to);
         Ok(self.push(Op::View(view), vec![x], to))
@@ -237,10 +191,7 @@ impl Graph {
     /// `x` dense, in f32 or i32, and all of its storage: what can be downloaded.
     pub(super) fn computed(&mut self, x: Tensor) -> Result<Tensor> {
         let (root, _) = self.storage(x);
-        let stored = matches!(
-            self.nodes[root.index()].op,
-            Op::Weight { .. } | Op::State(_) | Op::Folded(_)
-        );
+        let stored = matches!(self.nodes[root.index()].op, Op::Weight { .. } | Op::State(_) | Op::Folded(_));
         let part = !self.is_whole(x);
         match self.dtype(x) {
             DType::F32 if stored || part => self.unary(Unary::Copy, x),
@@ -277,10 +228,7 @@ impl Graph {
 /// are only made over dense tensors or by permuting, so each stride of `view` is a stride of the dense shape.
 fn compose(view: &View, shape: &Shape, base: &View) -> View {
     if base.is_dense(shape) {
-        return View {
-            offset: base.offset + view.offset,
-            strides: view.strides,
-        };
+        return View { offset: base.offset + view.offset, strides: view.strides };
     }
     let dense = shape.dense_strides();
     let mut strides = [0; MAX_RANK];
@@ -291,12 +239,7 @@ fn compose(view: &View, shape: &Shape, base: &View) -> View {
     }
     let mut offset = base.offset;
     let mut rest = view.offset;
-    for (step, stride) in dense
-        .iter()
-        .zip(base.strides)
-        .take(shape.rank())
-        .filter(|(step, _)| **step > 0)
-    {
+    for (step, stride) in dense.iter().zip(base.strides).take(shape.rank()).filter(|(step, _)| **step > 0) {
         offset += rest / step * stride;
         rest %= step;
     }

@@ -10,12 +10,7 @@ use crate::nn::Attention;
 
 /// Offset, and strides over rows, positions and heads, of a tensor of four dimensions with adjacent features.
 fn lying(op: &'static str, view: &View) -> Result<[u32; 4]> {
-    Ok([
-        small(op, view.offset)?,
-        small(op, view.strides[0])?,
-        small(op, view.strides[1])?,
-        small(op, view.strides[2])?,
-    ])
+    Ok([small(op, view.offset)?, small(op, view.strides[0])?, small(op, view.strides[1])?, small(op, view.strides[2])?])
 }
 
 fn extents(op: &'static str, shape: &Shape) -> Result<[u32; 4]> {
@@ -52,20 +47,8 @@ pub(super) fn rope(f: &Fused<'_>, interleaved: bool, inverse: bool) -> Result<Ve
         tab_t: half,
         ..Default::default()
     };
-    let bindings = vec![
-        (x.whole(OP)?, false),
-        (cosines.whole(OP)?, false),
-        (sines.whole(OP)?, false),
-        (f.out, true),
-    ];
-    Ok(vec![call(
-        &sh::rope::SHADER,
-        &[u32::from(interleaved)],
-        bindings,
-        &p,
-        groups,
-        4 * x.shape.elements(),
-    )])
+    let bindings = vec![(x.whole(OP)?, false), (cosines.whole(OP)?, false), (sines.whole(OP)?, false), (f.out, true)];
+    Ok(vec![call(&sh::rope::SHADER, &[u32::from(interleaved)], bindings, &p, groups, 4 * x.shape.elements())])
 }
 
 pub(super) fn attention(f: &Fused<'_>, spec: &Attention) -> Result<Vec<Call>> {
@@ -87,14 +70,7 @@ pub(super) fn attention(f: &Fused<'_>, spec: &Attention) -> Result<Vec<Call>> {
     let reads = [&q, &k, &v, &rows].map(|x| x.whole(OP).map(|c| (c, false)));
     let mut bindings = reads.into_iter().collect::<Result<Vec<_>>>()?;
     bindings.extend([(f.out, true), (f.extra(0), true)]);
-    Ok(vec![call(
-        &sh::attention::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups,
-        2 * q.shape.elements() * u64::from(s),
-    )])
+    Ok(vec![call(&sh::attention::SHADER, &[], bindings, &p, groups, 2 * q.shape.elements() * u64::from(s))])
 }
 
 pub(super) fn append(f: &Fused<'_>) -> Result<Vec<Call>> {
@@ -104,28 +80,10 @@ pub(super) fn append(f: &Fused<'_>) -> Result<Vec<Call>> {
     let [x_off, x_b, x_t, x_h] = lying(OP, &x.view)?;
     let groups = x.shape.elements().div_ceil(1024);
     let s = small(OP, f.node.shape.dims()[1])?;
-    let p = sh::append::Params {
-        groups: small(OP, groups)?,
-        b,
-        t,
-        h,
-        d,
-        s,
-        x_off,
-        x_b,
-        x_t,
-        x_h,
-        ..Default::default()
-    };
+    let p =
+        sh::append::Params { groups: small(OP, groups)?, b, t, h, d, s, x_off, x_b, x_t, x_h, ..Default::default() };
     let bindings = vec![(x.whole(OP)?, false), (rows.whole(OP)?, false), (f.out, true)];
-    Ok(vec![call(
-        &sh::append::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups,
-        2 * x.shape.elements(),
-    )])
+    Ok(vec![call(&sh::append::SHADER, &[], bindings, &p, groups, 2 * x.shape.elements())])
 }
 
 pub(super) fn attention_delta(f: &Fused<'_>) -> Result<Vec<Call>> {
@@ -140,20 +98,8 @@ pub(super) fn attention_delta(f: &Fused<'_>) -> Result<Vec<Call>> {
         b, t, h, d, o_off, o_b, o_t, o_h, do_off, do_b, do_t, do_h,
         ..Default::default()
     };
-    let bindings = vec![
-        (o.whole(OP)?, false),
-        (d_o.whole(OP)?, false),
-        (lse.whole(OP)?, false),
-        (f.out, true),
-    ];
-    Ok(vec![call(
-        &sh::attention_delta::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups,
-        2 * o.shape.elements(),
-    )])
+    let bindings = vec![(o.whole(OP)?, false), (d_o.whole(OP)?, false), (lse.whole(OP)?, false), (f.out, true)];
+    Ok(vec![call(&sh::attention_delta::SHADER, &[], bindings, &p, groups, 2 * o.shape.elements())])
 }
 
 pub(super) fn attention_dq(f: &Fused<'_>, spec: &Attention) -> Result<Vec<Call>> {
@@ -177,14 +123,7 @@ pub(super) fn attention_dq(f: &Fused<'_>, spec: &Attention) -> Result<Vec<Call>>
     let reads = [&q, &k, &v, &d_o, &stats, &rows].map(|x| x.whole(OP).map(|c| (c, false)));
     let mut bindings = reads.into_iter().collect::<Result<Vec<_>>>()?;
     bindings.push((f.out, true));
-    Ok(vec![call(
-        &sh::attention_dq::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups,
-        3 * q.shape.elements() * u64::from(s),
-    )])
+    Ok(vec![call(&sh::attention_dq::SHADER, &[], bindings, &p, groups, 3 * q.shape.elements() * u64::from(s))])
 }
 
 pub(super) fn attention_dkv(f: &Fused<'_>, spec: &Attention) -> Result<Vec<Call>> {
@@ -209,12 +148,5 @@ pub(super) fn attention_dkv(f: &Fused<'_>, spec: &Attention) -> Result<Vec<Call>
     let reads = [&q, &k, &v, &d_o, &stats, &rows].map(|x| x.whole(OP).map(|c| (c, false)));
     let mut bindings = reads.into_iter().collect::<Result<Vec<_>>>()?;
     bindings.extend([(f.out, true), (f.extra(0), true)]);
-    Ok(vec![call(
-        &sh::attention_dkv::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups,
-        4 * q.shape.elements() * u64::from(s),
-    )])
+    Ok(vec![call(&sh::attention_dkv::SHADER, &[], bindings, &p, groups, 4 * q.shape.elements() * u64::from(s))])
 }

@@ -60,10 +60,7 @@ pub(super) fn elementwise(
 pub(super) fn place(node: &Node, out: Content, x: Operand) -> Result<Vec<Call>> {
     const OP: &str = "place";
     let Some(region) = &node.into else {
-        return Err(Error::Shape {
-            op: OP,
-            reason: "there is nothing to write into".into(),
-        });
+        return Err(Error::Shape { op: OP, reason: "there is nothing to write into".into() });
     };
     let n = region.shape.elements();
     let p = sh::place::Params {
@@ -177,11 +174,7 @@ pub(super) fn reduce(node: &Node, out: Content, fold: Fold, dims: usize, x: Oper
         red_stride: pack(OP, &red_strides)?,
         ..Default::default()
     };
-    let shader = if few {
-        &sh::reduce_small::SHADER
-    } else {
-        &sh::reduce::SHADER
-    };
+    let shader = if few { &sh::reduce_small::SHADER } else { &sh::reduce::SHADER };
     Ok(vec![Call {
         kernel: kernel(shader, &[code, dtype_code(OP, x.dtype)?]),
         bindings: vec![(x.whole(OP)?, false), (out, true)],

@@ -101,13 +101,7 @@ impl Variant {
 const MAX_K: u32 = 16_384;
 
 pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<Call>> {
-    let Product {
-        a,
-        b,
-        bias,
-        alpha,
-        order,
-    } = product;
+    let Product { a, b, bias, alpha, order } = product;
     const OP: &str = "matmul";
     let shape = node.result();
     let c = node.into.as_ref().map_or(View::dense(&shape), |r| r.view);
@@ -143,10 +137,7 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
         && x.shape.elements() > 1
         && x.view.strides[x.shape.rank() - 1] != 1
     {
-        return Err(Error::Shape {
-            op: OP,
-            reason: "the bias must lie densely".into(),
-        });
+        return Err(Error::Shape { op: OP, reason: "the bias must lie densely".into() });
     }
 
     let base = sh::matmul::Params {
@@ -222,22 +213,11 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
         Source::Value(t) => Ok(call(base, Content::Value(*t), true)),
         Source::Weight { segment, parts, .. } if parts.len() == 1 => {
             let p = &parts[0];
-            Ok(call(
-                base,
-                Content::Weight {
-                    segment: *segment,
-                    weight: p.weight,
-                    piece: p.piece,
-                },
-                true,
-            ))
+            Ok(call(base, Content::Weight { segment: *segment, weight: p.weight, piece: p.piece }, true))
         }
         Source::Weight { segment, parts, row } => {
             if b0 * b1 != 1 {
-                return Err(Error::Shape {
-                    op: OP,
-                    reason: "a weight in pieces cannot be read with a batch".into(),
-                });
+                return Err(Error::Shape { op: OP, reason: "a weight in pieces cannot be read with a batch".into() });
             }
             let along_k = b_k == *row;
             if !along_k && b_n != *row {
@@ -260,11 +240,7 @@ pub(super) fn matmul(node: &Node, out: Content, product: Product) -> Result<Vec<
             let count = pieces.len();
             let mut calls = Vec::with_capacity(count);
             for (i, (part, from, to)) in pieces.into_iter().enumerate() {
-                let content = Content::Weight {
-                    segment: *segment,
-                    weight: part.weight,
-                    piece: part.piece,
-                };
+                let content = Content::Weight { segment: *segment, weight: part.weight, piece: part.piece };
                 let mut p = base;
                 p.b_off = small(OP, (from - part.first_row) * row + column)?;
                 if along_k {
@@ -320,12 +296,7 @@ pub(super) fn matvec(node: &Node, out: Content, x: Operand, w: Operand, bias: Op
     };
     Ok(Call {
         kernel: kernel(&sh::matvec::SHADER, &[dtype_code(OP, w.dtype)?, bias_code]),
-        bindings: vec![
-            (x.whole(OP)?, false),
-            (weight, false),
-            (bias_content, false),
-            (out, true),
-        ],
+        bindings: vec![(x.whole(OP)?, false), (weight, false), (bias_content, false), (out, true)],
         params: bytemuck::bytes_of(&p).to_vec(),
         groups: m * n.div_ceil(8),
         work: m * n * k,
@@ -357,12 +328,7 @@ mod tests {
             shape: vec![*rows, COLUMNS],
         };
         let entries: Vec<SegmentEntry> = pieces.iter().enumerate().map(entry).collect();
-        Segment {
-            id: SegmentId(0),
-            name: "s".into(),
-            entries: entries.into(),
-            left_out: Arc::new([]),
-        }
+        Segment { id: SegmentId(0), name: "s".into(), entries: entries.into(), left_out: Arc::new([]) }
     }
 
     fn numbers(seed: u32, n: u64) -> Vec<f32> {
@@ -379,9 +345,7 @@ mod tests {
         for call in crate::kernels::lower(g, y, &|_| 0, &Caps::webgpu_defaults()).unwrap() {
             assert_eq!(call.kernel.shader.name, "matmul");
             let p: sh::matmul::Params = bytemuck::pod_read_unaligned(&call.params);
-            let Content::Weight { piece, .. } = call.bindings[1].0 else {
-                panic!("{call:?}")
-            };
+            let Content::Weight { piece, .. } = call.bindings[1].0 else { panic!("{call:?}") };
             let from = pieces[..piece as usize].iter().sum::<u64>() * COLUMNS;
             let part = &w[from as usize..][..(pieces[piece as usize] * COLUMNS) as usize];
             sh::cpu::matmul(&p, x, part, &bias, &mut out);
@@ -406,16 +370,9 @@ mod tests {
                     let into = g.empty(shape);
                     let op = match descending {
                         true => Op::Nn(NnOp::MatmulDescending),
-                        false => Op::MatMul {
-                            bias: false,
-                            alpha: 0.75,
-                        },
+                        false => Op::MatMul { bias: false, alpha: 0.75 },
                     };
-                    let region = Region {
-                        shape,
-                        view: View::dense(&shape),
-                        carry,
-                    };
+                    let region = Region { shape, view: View::dense(&shape), carry };
                     let y = g.push_into(op, vec![x, w], into, region).unwrap();
                     all.push(compute(&g, y, pieces, &numbers(1, 4 * n), &numbers(4, 4 * COLUMNS)));
                 }
@@ -428,22 +385,8 @@ mod tests {
                 let w = g.transpose(w).unwrap();
                 let shape = Shape::new(&[4, n]).unwrap();
                 let into = g.empty(shape);
-                let region = Region {
-                    shape,
-                    view: View::dense(&shape),
-                    carry,
-                };
-                let y = g
-                    .push_into(
-                        Op::MatMul {
-                            bias: true,
-                            alpha: 0.75,
-                        },
-                        vec![x, w, bias],
-                        into,
-                        region,
-                    )
-                    .unwrap();
+                let region = Region { shape, view: View::dense(&shape), carry };
+                let y = g.push_into(Op::MatMul { bias: true, alpha: 0.75 }, vec![x, w, bias], into, region).unwrap();
                 all.push(compute(&g, y, pieces, &numbers(1, 4 * COLUMNS), &numbers(4, 4 * n)));
             }
         }

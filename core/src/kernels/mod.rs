@@ -45,11 +45,7 @@ struct Operand {
 
 enum Source {
     Value(Tensor),
-    Weight {
-        segment: u32,
-        parts: std::sync::Arc<[WeightPart]>,
-        row: u64,
-    },
+    Weight { segment: u32, parts: std::sync::Arc<[WeightPart]>, row: u64 },
 }
 
 /// Gives the dense index of a segment, by its identity in the catalog.
@@ -69,26 +65,13 @@ pub(crate) fn lower(graph: &Graph, tensor: Tensor, segments: SegmentIndex<'_>, c
     {
         return match (&node.op, node.inputs.get(2)) {
             (Op::View(_) | Op::Hook { .. }, _) => Ok(vec![]),
-            (Op::MatMul { bias: true, .. }, Some(bias)) => elementwise(
-                graph,
-                node,
-                tensor,
-                out,
-                sh::elementwise_op::COPY,
-                0.0,
-                &[operand(*bias)?],
-            ),
+            (Op::MatMul { bias: true, .. }, Some(bias)) => {
+                elementwise(graph, node, tensor, out, sh::elementwise_op::COPY, 0.0, &[operand(*bias)?])
+            }
             (Op::Reduce { fold: Fold::Mean, .. }, _) => Ok(fill(node, out, f32::NAN)),
-            (
-                Op::Reduce {
-                    fold: Fold::Max | Fold::Argmax,
-                    ..
-                },
-                _,
-            ) => Err(Error::Shape {
-                op: "reduce",
-                reason: "the largest of no elements is not defined".into(),
-            }),
+            (Op::Reduce { fold: Fold::Max | Fold::Argmax, .. }, _) => {
+                Err(Error::Shape { op: "reduce", reason: "the largest of no elements is not defined".into() })
+            }
             _ if node.into.is_some() => Ok(vec![]),
             _ => Ok(fill(node, out, 0.0)),
         };
@@ -107,55 +90,19 @@ pub(crate) fn lower(graph: &Graph, tensor: Tensor, segments: SegmentIndex<'_>, c
         Op::MatMul { bias, alpha } => {
             let bias = if *bias { Some(operand(node.inputs[2])?) } else { None };
             let (a, b) = (operand(node.inputs[0])?, operand(node.inputs[1])?);
-            matmul(
-                node,
-                out,
-                Product {
-                    a,
-                    b,
-                    bias,
-                    alpha: *alpha,
-                    order: Order::Ascending,
-                },
-            )?
+            matmul(node, out, Product { a, b, bias, alpha: *alpha, order: Order::Ascending })?
         }
         Op::Nn(op) => nn::lower(graph, node, op, out, &operand)?,
-        Op::Cast => elementwise(
-            graph,
-            node,
-            tensor,
-            out,
-            sh::elementwise_op::COPY,
-            0.0,
-            &[operand(node.inputs[0])?],
-        )?,
+        Op::Cast => elementwise(graph, node, tensor, out, sh::elementwise_op::COPY, 0.0, &[operand(node.inputs[0])?])?,
         Op::Select => {
-            let [c, a, b] = [
-                operand(node.inputs[0])?,
-                operand(node.inputs[1])?,
-                operand(node.inputs[2])?,
-            ];
+            let [c, a, b] = [operand(node.inputs[0])?, operand(node.inputs[1])?, operand(node.inputs[2])?];
             elementwise(graph, node, tensor, out, sh::elementwise_op::SELECT, 0.0, &[a, b, c])?
         }
         Op::Place => place(node, out, operand(node.inputs[0])?)?,
-        Op::Unary(f) => elementwise(
-            graph,
-            node,
-            tensor,
-            out,
-            unary_code(*f),
-            0.0,
-            &[operand(node.inputs[0])?],
-        )?,
-        Op::Scale(c) => elementwise(
-            graph,
-            node,
-            tensor,
-            out,
-            sh::elementwise_op::SCALE,
-            *c,
-            &[operand(node.inputs[0])?],
-        )?,
+        Op::Unary(f) => elementwise(graph, node, tensor, out, unary_code(*f), 0.0, &[operand(node.inputs[0])?])?,
+        Op::Scale(c) => {
+            elementwise(graph, node, tensor, out, sh::elementwise_op::SCALE, *c, &[operand(node.inputs[0])?])?
+        }
         Op::Binary(f) => elementwise(
             graph,
             node,
@@ -169,10 +116,7 @@ pub(crate) fn lower(graph: &Graph, tensor: Tensor, segments: SegmentIndex<'_>, c
         Op::FillFrom { scale } => fill_from(node, out, *scale, operand(node.inputs[0])?)?,
         Op::Reduce { fold, dims } => reduce(node, out, *fold, *dims, operand(node.inputs[0])?)?,
     };
-    if let Some(call) = calls
-        .iter()
-        .find(|c| c.bindings.len() > caps.max_storage_buffers as usize)
-    {
+    if let Some(call) = calls.iter().find(|c| c.bindings.len() > caps.max_storage_buffers as usize) {
         return Err(Error::Limit {
             what: format!("storage bindings of kernel `{}`", call.kernel.shader.name),
             need: call.bindings.len() as u64,
@@ -194,29 +138,19 @@ impl Operand {
             },
             _ => Source::Value(root),
         };
-        Ok(Operand {
-            content,
-            view,
-            shape,
-            dtype: graph.dtype(tensor),
-        })
+        Ok(Operand { content, view, shape, dtype: graph.dtype(tensor) })
     }
 
     /// The storage of an operand that must be whole.
     fn whole(&self, op: &'static str) -> Result<Content> {
         match &self.content {
             Source::Value(t) => Ok(Content::Value(*t)),
-            Source::Weight { segment, parts, .. } if parts.len() == 1 => Ok(Content::Weight {
-                segment: *segment,
-                weight: parts[0].weight,
-                piece: parts[0].piece,
-            }),
+            Source::Weight { segment, parts, .. } if parts.len() == 1 => {
+                Ok(Content::Weight { segment: *segment, weight: parts[0].weight, piece: parts[0].piece })
+            }
             Source::Weight { parts, .. } => Err(Error::Shape {
                 op,
-                reason: format!(
-                    "the weight is stored in {} pieces, which this op cannot read",
-                    parts.len()
-                ),
+                reason: format!("the weight is stored in {} pieces, which this op cannot read", parts.len()),
             }),
         }
     }
@@ -242,18 +176,12 @@ fn dtype_code(op: &'static str, dtype: DType) -> Result<u32> {
         DType::U8 => Ok(sh::U8),
         DType::I64 => Ok(sh::I64),
         #[allow(unreachable_patterns)]
-        other => Err(Error::Shape {
-            op,
-            reason: format!("{other:?} cannot be computed with"),
-        }),
+        other => Err(Error::Shape { op, reason: format!("{other:?} cannot be computed with") }),
     }
 }
 
 fn small(what: &'static str, n: u64) -> Result<u32> {
-    u32::try_from(n).map_err(|_| Error::Shape {
-        op: what,
-        reason: format!("{n} does not fit a 32-bit index"),
-    })
+    u32::try_from(n).map_err(|_| Error::Shape { op: what, reason: format!("{n} does not fit a 32-bit index") })
 }
 
 fn pack(op: &'static str, values: &[u64]) -> Result<[[u32; 4]; 2]> {

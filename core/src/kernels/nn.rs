@@ -49,13 +49,7 @@ pub(super) fn call(
     work: u64,
 ) -> Call {
     let params = bytemuck::bytes_of(params).to_vec();
-    Call {
-        kernel: kernel(shader, overrides),
-        bindings,
-        params,
-        groups,
-        work,
-    }
+    Call { kernel: kernel(shader, overrides), bindings, params, groups, work }
 }
 
 /// The kernel calls of a fused operation. Further results are the storage of `node.extras`.
@@ -71,15 +65,9 @@ pub(super) fn lower(
     if node.operands().iter().any(|t| graph.node(*t).shape.elements() == 0) {
         return match &node.into {
             Some(region) if region.carry => Ok(vec![]),
-            Some(_) => Err(Error::Shape {
-                op: "sum",
-                reason: "a gradient over no rows cannot start an array".into(),
-            }),
+            Some(_) => Err(Error::Shape { op: "sum", reason: "a gradient over no rows cannot start an array".into() }),
             None => {
-                let extras = node
-                    .extras
-                    .iter()
-                    .map(|t| (Content::Value(*t), graph.node(*t).shape.elements()));
+                let extras = node.extras.iter().map(|t| (Content::Value(*t), graph.node(*t).shape.elements()));
                 Ok([(out, node.shape.elements())]
                     .into_iter()
                     .chain(extras)
@@ -92,17 +80,7 @@ pub(super) fn lower(
     match op {
         NnOp::MatmulDescending => {
             let (a, b) = (fused.operand(0)?, fused.operand(1)?);
-            matmul(
-                node,
-                out,
-                Product {
-                    a,
-                    b,
-                    bias: None,
-                    alpha: 1.0,
-                    order: Order::Descending,
-                },
-            )
+            matmul(node, out, Product { a, b, bias: None, alpha: 1.0, order: Order::Descending })
         }
         NnOp::Matvec { bias } => {
             let bias = if *bias { Some(fused.operand(2)?) } else { None };
@@ -130,11 +108,7 @@ pub(super) fn lower(
 }
 
 fn zeros((out, n): (Content, u64)) -> Call {
-    let p = sh::fill::Params {
-        groups: n.div_ceil(1024) as u32,
-        words: n as u32,
-        ..Default::default()
-    };
+    let p = sh::fill::Params { groups: n.div_ceil(1024) as u32, words: n as u32, ..Default::default() };
     call(&sh::fill::SHADER, &[], vec![(out, true)], &p, n.div_ceil(1024), n)
 }
 
@@ -142,42 +116,18 @@ fn softmax(f: &Fused<'_>) -> Result<Vec<Call>> {
     const OP: &str = "softmax";
     let x = f.operand(0)?;
     let (rows, n) = f.rows(OP, &x)?;
-    let p = sh::softmax::Params {
-        groups: rows,
-        rows,
-        n,
-        ..Default::default()
-    };
+    let p = sh::softmax::Params { groups: rows, rows, n, ..Default::default() };
     let bindings = vec![(x.whole(OP)?, false), (f.out, true)];
-    Ok(vec![call(
-        &sh::softmax::SHADER,
-        &[],
-        bindings,
-        &p,
-        rows.into(),
-        4 * x.shape.elements(),
-    )])
+    Ok(vec![call(&sh::softmax::SHADER, &[], bindings, &p, rows.into(), 4 * x.shape.elements())])
 }
 
 fn softmax_grad(f: &Fused<'_>) -> Result<Vec<Call>> {
     const OP: &str = "softmax";
     let (y, dy) = (f.operand(0)?, f.operand(1)?);
     let (rows, n) = f.rows(OP, &y)?;
-    let p = sh::softmax_grad::Params {
-        groups: rows,
-        rows,
-        n,
-        ..Default::default()
-    };
+    let p = sh::softmax_grad::Params { groups: rows, rows, n, ..Default::default() };
     let bindings = vec![(y.whole(OP)?, false), (dy.whole(OP)?, false), (f.out, true)];
-    Ok(vec![call(
-        &sh::softmax_grad::SHADER,
-        &[],
-        bindings,
-        &p,
-        rows.into(),
-        4 * y.shape.elements(),
-    )])
+    Ok(vec![call(&sh::softmax_grad::SHADER, &[], bindings, &p, rows.into(), 4 * y.shape.elements())])
 }
 
 fn rms_norm(f: &Fused<'_>, eps: f32, plus: f32) -> Result<Vec<Call>> {
@@ -185,16 +135,8 @@ fn rms_norm(f: &Fused<'_>, eps: f32, plus: f32) -> Result<Vec<Call>> {
     let (x, w) = (f.operand(0)?, f.operand(1)?);
     let (rows, n) = f.rows(OP, &x)?;
     let w_off = small(OP, w.view.offset)?;
-    let p = sh::rms_norm::Params {
-        groups: rows,
-        rows,
-        n,
-        w_off,
-        inv_n: 1.0 / n as f32,
-        eps,
-        plus,
-        ..Default::default()
-    };
+    let p =
+        sh::rms_norm::Params { groups: rows, rows, n, w_off, inv_n: 1.0 / n as f32, eps, plus, ..Default::default() };
     let bindings = vec![(x.whole(OP)?, false), (w.whole(OP)?, false), (f.out, true)];
     Ok(vec![call(
         &sh::rms_norm::SHADER,
@@ -221,21 +163,9 @@ fn rms_norm_grad(f: &Fused<'_>, eps: f32, plus: f32) -> Result<Vec<Call>> {
         plus,
         ..Default::default()
     };
-    let bindings = vec![
-        (x.whole(OP)?, false),
-        (w.whole(OP)?, false),
-        (dy.whole(OP)?, false),
-        (f.out, true),
-    ];
+    let bindings = vec![(x.whole(OP)?, false), (w.whole(OP)?, false), (dy.whole(OP)?, false), (f.out, true)];
     let codes = [dtype_code(OP, w.dtype)?];
-    Ok(vec![call(
-        &sh::rms_norm_grad::SHADER,
-        &codes,
-        bindings,
-        &p,
-        rows.into(),
-        8 * x.shape.elements(),
-    )])
+    Ok(vec![call(&sh::rms_norm_grad::SHADER, &codes, bindings, &p, rows.into(), 8 * x.shape.elements())])
 }
 
 fn layer_norm(f: &Fused<'_>, eps: f32, has_bias: bool) -> Result<Vec<Call>> {
@@ -262,14 +192,7 @@ fn layer_norm(f: &Fused<'_>, eps: f32, has_bias: bool) -> Result<Vec<Call>> {
     };
     let bindings = vec![(x.whole(OP)?, false), (weight, false), (bias, false), (f.out, true)];
     let codes = [dtype_code(OP, w.dtype)?, bias_code];
-    Ok(vec![call(
-        &sh::layer_norm::SHADER,
-        &codes,
-        bindings,
-        &p,
-        rows.into(),
-        6 * x.shape.elements(),
-    )])
+    Ok(vec![call(&sh::layer_norm::SHADER, &codes, bindings, &p, rows.into(), 6 * x.shape.elements())])
 }
 
 fn layer_norm_grad(f: &Fused<'_>, eps: f32) -> Result<Vec<Call>> {
@@ -277,53 +200,20 @@ fn layer_norm_grad(f: &Fused<'_>, eps: f32) -> Result<Vec<Call>> {
     let (x, w, dy) = (f.operand(0)?, f.operand(1)?, f.operand(2)?);
     let (rows, n) = f.rows(OP, &x)?;
     let w_off = small(OP, w.view.offset)?;
-    let p = sh::layer_norm_grad::Params {
-        groups: rows,
-        rows,
-        n,
-        w_off,
-        inv_n: 1.0 / n as f32,
-        eps,
-        ..Default::default()
-    };
-    let bindings = vec![
-        (x.whole(OP)?, false),
-        (w.whole(OP)?, false),
-        (dy.whole(OP)?, false),
-        (f.out, true),
-    ];
+    let p =
+        sh::layer_norm_grad::Params { groups: rows, rows, n, w_off, inv_n: 1.0 / n as f32, eps, ..Default::default() };
+    let bindings = vec![(x.whole(OP)?, false), (w.whole(OP)?, false), (dy.whole(OP)?, false), (f.out, true)];
     let codes = [dtype_code(OP, w.dtype)?];
-    Ok(vec![call(
-        &sh::layer_norm_grad::SHADER,
-        &codes,
-        bindings,
-        &p,
-        rows.into(),
-        10 * x.shape.elements(),
-    )])
+    Ok(vec![call(&sh::layer_norm_grad::SHADER, &codes, bindings, &p, rows.into(), 10 * x.shape.elements())])
 }
 
 fn norm_stats(f: &Fused<'_>, eps: f32, layer: bool) -> Result<Vec<Call>> {
     const OP: &str = "norm_stats";
     let x = f.operand(0)?;
     let (rows, n) = f.rows(OP, &x)?;
-    let p = sh::norm_stats::Params {
-        groups: rows,
-        rows,
-        n,
-        inv_n: 1.0 / n as f32,
-        eps,
-        ..Default::default()
-    };
+    let p = sh::norm_stats::Params { groups: rows, rows, n, inv_n: 1.0 / n as f32, eps, ..Default::default() };
     let bindings = vec![(x.whole(OP)?, false), (f.out, true)];
-    Ok(vec![call(
-        &sh::norm_stats::SHADER,
-        &[u32::from(layer)],
-        bindings,
-        &p,
-        rows.into(),
-        4 * x.shape.elements(),
-    )])
+    Ok(vec![call(&sh::norm_stats::SHADER, &[u32::from(layer)], bindings, &p, rows.into(), 4 * x.shape.elements())])
 }
 
 fn norm_weight_grad(f: &Fused<'_>, bias: bool) -> Result<Vec<Call>> {
@@ -340,12 +230,7 @@ fn norm_weight_grad(f: &Fused<'_>, bias: bool) -> Result<Vec<Call>> {
         carry: u32::from(carry),
         ..Default::default()
     };
-    let bindings = vec![
-        (x.whole(OP)?, false),
-        (stats.whole(OP)?, false),
-        (dy.whole(OP)?, false),
-        (f.out, true),
-    ];
+    let bindings = vec![(x.whole(OP)?, false), (stats.whole(OP)?, false), (dy.whole(OP)?, false), (f.out, true)];
     Ok(vec![call(
         &sh::norm_weight_grad::SHADER,
         &[u32::from(bias)],
@@ -372,40 +257,18 @@ fn gather(f: &Fused<'_>) -> Result<Vec<Call>> {
     };
     let (ids, codes) = (ids.whole(OP)?, [dtype_code(OP, table.dtype)?]);
     let one = |p: sh::gather::Params, content: Content| {
-        call(
-            &sh::gather::SHADER,
-            &codes,
-            vec![(ids, false), (content, false), (f.out, true)],
-            &p,
-            groups,
-            t * d,
-        )
+        call(&sh::gather::SHADER, &codes, vec![(ids, false), (content, false), (f.out, true)], &p, groups, t * d)
     };
     match &table.content {
         Source::Weight { segment, parts, .. } if parts.len() > 1 => {
             if table.view.offset != 0 {
-                return Err(Error::Shape {
-                    op: OP,
-                    reason: "a table in pieces must be read whole".into(),
-                });
+                return Err(Error::Shape { op: OP, reason: "a table in pieces must be read whole".into() });
             }
             let mut calls = Vec::with_capacity(parts.len());
             for (i, part) in parts.iter().enumerate() {
-                let content = Content::Weight {
-                    segment: *segment,
-                    weight: part.weight,
-                    piece: part.piece,
-                };
+                let content = Content::Weight { segment: *segment, weight: part.weight, piece: part.piece };
                 let (rows, first_row) = (small(OP, part.rows)?, small(OP, part.first_row)?);
-                calls.push(one(
-                    sh::gather::Params {
-                        rows,
-                        first_row,
-                        keep: u32::from(i > 0),
-                        ..base
-                    },
-                    content,
-                ));
+                calls.push(one(sh::gather::Params { rows, first_row, keep: u32::from(i > 0), ..base }, content));
             }
             Ok(calls)
         }
@@ -432,12 +295,5 @@ fn gather_grad(f: &Fused<'_>) -> Result<Vec<Call>> {
         ..Default::default()
     };
     let bindings = vec![(ids.whole(OP)?, false), (dy.whole(OP)?, false), (f.out, true)];
-    Ok(vec![call(
-        &sh::gather_grad::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups,
-        rows * d * t / 8 + t * d,
-    )])
+    Ok(vec![call(&sh::gather_grad::SHADER, &[], bindings, &p, groups, rows * d * t / 8 + t * d)])
 }

@@ -9,11 +9,7 @@ use crate::nn::{Dropout, NnOp};
 
 pub(super) fn lower(f: &Fused<'_>, op: &NnOp) -> Result<Vec<Call>> {
     match op {
-        NnOp::CeLse {
-            first,
-            first_row,
-            start,
-        } => ce_lse(f, *first, *first_row, *start),
+        NnOp::CeLse { first, first_row, start } => ce_lse(f, *first, *first_row, *start),
         NnOp::CeLoss => ce_loss(f),
         NnOp::CeGrad { first, first_row } => ce_grad(f, *first, *first_row),
         NnOp::Dropout(spec) => dropout(f, spec),
@@ -21,10 +17,7 @@ pub(super) fn lower(f: &Fused<'_>, op: &NnOp) -> Result<Vec<Call>> {
         NnOp::ClipScale { max_norm } => clip_scale(f, *max_norm),
         NnOp::Nonfinite { bits } => nonfinite(f, *bits),
         NnOp::AdamW { beta1, beta2, eps } => adamw(f, *beta1, *beta2, *eps),
-        other => Err(Error::Shape {
-            op: "lower",
-            reason: format!("{other:?} has no kernel"),
-        }),
+        other => Err(Error::Shape { op: "lower", reason: format!("{other:?} has no kernel") }),
     }
 }
 
@@ -43,14 +36,7 @@ fn ce_lse(f: &Fused<'_>, first: u32, first_row: u32, start: bool) -> Result<Vec<
         ..Default::default()
     };
     let bindings = vec![(logits.whole(OP)?, false), (labels.whole(OP)?, false), (f.out, true)];
-    Ok(vec![call(
-        &sh::ce_lse::SHADER,
-        &[],
-        bindings,
-        &p,
-        rows.into(),
-        4 * logits.shape.elements(),
-    )])
+    Ok(vec![call(&sh::ce_lse::SHADER, &[], bindings, &p, rows.into(), 4 * logits.shape.elements())])
 }
 
 fn ce_loss(f: &Fused<'_>) -> Result<Vec<Call>> {
@@ -58,20 +44,9 @@ fn ce_loss(f: &Fused<'_>) -> Result<Vec<Call>> {
     let (stats, labels) = (f.operand(0)?, f.operand(1)?);
     let rows = small(OP, labels.shape.elements())?;
     let groups = rows.div_ceil(256);
-    let p = sh::ce_loss::Params {
-        groups,
-        rows,
-        ..Default::default()
-    };
+    let p = sh::ce_loss::Params { groups, rows, ..Default::default() };
     let bindings = vec![(stats.whole(OP)?, false), (labels.whole(OP)?, false), (f.out, true)];
-    Ok(vec![call(
-        &sh::ce_loss::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups.into(),
-        8 * u64::from(rows),
-    )])
+    Ok(vec![call(&sh::ce_loss::SHADER, &[], bindings, &p, groups.into(), 8 * u64::from(rows))])
 }
 
 fn ce_grad(f: &Fused<'_>, first: u32, first_row: u32) -> Result<Vec<Call>> {
@@ -94,14 +69,7 @@ fn ce_grad(f: &Fused<'_>, first: u32, first_row: u32) -> Result<Vec<Call>> {
         bindings.push((f.operand(i)?.whole(OP)?, false));
     }
     bindings.push((f.out, true));
-    Ok(vec![call(
-        &sh::ce_grad::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups,
-        4 * logits.shape.elements(),
-    )])
+    Ok(vec![call(&sh::ce_grad::SHADER, &[], bindings, &p, groups, 4 * logits.shape.elements())])
 }
 
 fn dropout(f: &Fused<'_>, spec: &Dropout) -> Result<Vec<Call>> {
@@ -123,20 +91,8 @@ fn dropout(f: &Fused<'_>, spec: &Dropout) -> Result<Vec<Call>> {
         scale: (1.0 / (1.0 - f64::from(spec.probability))) as f32,
         ..Default::default()
     };
-    let bindings = vec![
-        (x.whole(OP)?, false),
-        (ids.whole(OP)?, false),
-        (step.whole(OP)?, false),
-        (f.out, true),
-    ];
-    Ok(vec![call(
-        &sh::dropout::SHADER,
-        &[],
-        bindings,
-        &p,
-        groups,
-        16 * x.shape.elements(),
-    )])
+    let bindings = vec![(x.whole(OP)?, false), (ids.whole(OP)?, false), (step.whole(OP)?, false), (f.out, true)];
+    Ok(vec![call(&sh::dropout::SHADER, &[], bindings, &p, groups, 16 * x.shape.elements())])
 }
 
 fn sumsq(f: &Fused<'_>) -> Result<Vec<Call>> {
@@ -151,27 +107,14 @@ fn sumsq(f: &Fused<'_>) -> Result<Vec<Call>> {
         out_off: small(OP, f.into().0)?,
         ..Default::default()
     };
-    Ok(vec![call(
-        &sh::sumsq::SHADER,
-        &[],
-        vec![(x.whole(OP)?, false), (f.out, true)],
-        &p,
-        groups,
-        n,
-    )])
+    Ok(vec![call(&sh::sumsq::SHADER, &[], vec![(x.whole(OP)?, false), (f.out, true)], &p, groups, n)])
 }
 
 fn clip_scale(f: &Fused<'_>, max_norm: f32) -> Result<Vec<Call>> {
     const OP: &str = "global norm";
     let partials = f.operand(0)?;
     let count = small(OP, partials.shape.elements())?;
-    let p = sh::clip_scale::Params {
-        groups: 1,
-        count,
-        max_norm,
-        scale: 1.0,
-        ..Default::default()
-    };
+    let p = sh::clip_scale::Params { groups: 1, count, max_norm, scale: 1.0, ..Default::default() };
     let bindings = vec![(partials.whole(OP)?, false), (f.out, true)];
     Ok(vec![call(&sh::clip_scale::SHADER, &[], bindings, &p, 1, count.into())])
 }
@@ -189,14 +132,7 @@ fn nonfinite(f: &Fused<'_>, bits: u32) -> Result<Vec<Call>> {
         bits,
         ..Default::default()
     };
-    Ok(vec![call(
-        &sh::nonfinite::SHADER,
-        &[],
-        vec![(x.whole(OP)?, false), (f.out, true)],
-        &p,
-        groups,
-        n,
-    )])
+    Ok(vec![call(&sh::nonfinite::SHADER, &[], vec![(x.whole(OP)?, false), (f.out, true)], &p, groups, n)])
 }
 
 fn adamw(f: &Fused<'_>, beta1: f64, beta2: f64, eps: f64) -> Result<Vec<Call>> {
@@ -215,8 +151,6 @@ fn adamw(f: &Fused<'_>, beta1: f64, beta2: f64, eps: f64) -> Result<Vec<Call>> {
         eps: eps as f32,
         ..Default::default()
     };
-    let bindings = (0..6)
-        .map(|i| Ok((f.operand(i)?.whole(OP)?, i > 2)))
-        .collect::<Result<Vec<_>>>()?;
+    let bindings = (0..6).map(|i| Ok((f.operand(i)?.whole(OP)?, i > 2))).collect::<Result<Vec<_>>>()?;
     Ok(vec![call(&sh::adamw::SHADER, &[], bindings, &p, groups, 8 * n)])
 }

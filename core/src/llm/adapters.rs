@@ -40,11 +40,7 @@ pub enum Targets {
 impl Targets {
     /// From a list as users write it: `q_proj,v_proj`, or `all-linear`.
     pub fn parse(text: &str) -> Result<Targets> {
-        let names: Vec<String> = text
-            .split(',')
-            .map(|n| n.trim().to_string())
-            .filter(|n| !n.is_empty())
-            .collect();
+        let names: Vec<String> = text.split(',').map(|n| n.trim().to_string()).filter(|n| !n.is_empty()).collect();
         match names.as_slice() {
             [] => Err(invalid("target modules", "there are none")),
             [one] if one == ALL_LINEAR => Ok(Targets::AllLinear),
@@ -75,15 +71,7 @@ pub struct LoraSpec {
 impl Default for LoraSpec {
     fn default() -> LoraSpec {
         let targets = Targets::Named(vec!["q_proj".into(), "v_proj".into()]);
-        LoraSpec {
-            rank: 8,
-            alpha: 16.0,
-            rslora: false,
-            dropout: 0.0,
-            seed: 0,
-            targets,
-            blocks: None,
-        }
+        LoraSpec { rank: 8, alpha: 16.0, rslora: false, dropout: 0.0, seed: 0, targets, blocks: None }
     }
 }
 
@@ -160,13 +148,7 @@ impl Adapter {
                         !hits.is_empty()
                     }
                 };
-                let Layer::Linear {
-                    input,
-                    output,
-                    conv: stored_in_out,
-                    ..
-                } = module.layer
-                else {
+                let Layer::Linear { input, output, conv: stored_in_out, .. } = module.layer else {
                     continue;
                 };
                 if !hit {
@@ -176,14 +158,7 @@ impl Adapter {
                 let a = params.add(&format!("{path}.lora_A.weight"), Shape::new(&[spec.rank, input])?)?;
                 let b = params.add(&format!("{path}.lora_B.weight"), Shape::new(&[output, spec.rank])?)?;
                 let number = (block * 64 + i) as u32;
-                sites.push(Site {
-                    block,
-                    path: module.path,
-                    module: path,
-                    a,
-                    b,
-                    number,
-                });
+                sites.push(Site { block, path: module.path, module: path, a, b, number });
             }
         }
         if let Targets::Named(names) = &spec.targets
@@ -191,12 +166,7 @@ impl Adapter {
         {
             return Err(no_target(model, name));
         }
-        Ok(Adapter {
-            spec,
-            sites,
-            params,
-            conv,
-        })
+        Ok(Adapter { spec, sites, params, conv })
     }
 
     /// The description.
@@ -248,20 +218,14 @@ impl Adapter {
             arrays[p.array][p.offset as usize..][..v.len()].copy_from_slice(v);
         }
         for (i, array) in arrays.iter().enumerate() {
-            session
-                .write_state(&Params::values_name(i), bytemuck::cast_slice(array))
-                .await?;
+            session.write_state(&Params::values_name(i), bytemuck::cast_slice(array)).await?;
         }
         Ok(())
     }
 
     /// Takes the adapter out: the model computes what the base alone would.
     pub async fn remove(&self, session: &mut Session) -> Result<()> {
-        let zero: Values = self
-            .params
-            .iter()
-            .map(|p| vec![0.0; p.shape.elements() as usize])
-            .collect();
+        let zero: Values = self.params.iter().map(|p| vec![0.0; p.shape.elements() as usize]).collect();
         self.install(session, &zero).await
     }
 
@@ -292,27 +256,16 @@ impl Adapter {
 
     fn check_values(&self, values: &[Vec<f32>]) -> Result<()> {
         let fits = values.len() == self.params.iter().count()
-            && self
-                .params
-                .iter()
-                .zip(values)
-                .all(|(p, v)| p.shape.elements() == v.len() as u64);
-        if fits {
-            Ok(())
-        } else {
-            Err(invalid("adapter values", "they are of another adapter"))
-        }
+            && self.params.iter().zip(values).all(|(p, v)| p.shape.elements() == v.len() as u64);
+        if fits { Ok(()) } else { Err(invalid("adapter values", "they are of another adapter")) }
     }
 
     /// The text of `adapter_config.json`. `base` is the name or path of the model.
     pub fn config_json(&self, base: &str) -> String {
         let targets = match &self.spec.targets {
             Targets::AllLinear => {
-                let names: BTreeSet<&str> = self
-                    .sites
-                    .iter()
-                    .map(|s| s.path.rsplit('.').next().unwrap_or(s.path))
-                    .collect();
+                let names: BTreeSet<&str> =
+                    self.sites.iter().map(|s| s.path.rsplit('.').next().unwrap_or(s.path)).collect();
                 json!(names)
             }
             Targets::Named(names) => json!(names),
@@ -347,12 +300,7 @@ impl Adapter {
         self.check_values(values)?;
         let named = self.params.iter().zip(values);
         let tensors: Vec<(TensorSpec, &[u8])> = named
-            .map(|(p, v)| {
-                (
-                    TensorSpec::new(file_name(&p.name), DType::F32, p.shape.dims()),
-                    bytemuck::cast_slice(v),
-                )
-            })
+            .map(|(p, v)| (TensorSpec::new(file_name(&p.name), DType::F32, p.shape.dims()), bytemuck::cast_slice(v)))
             .collect();
         let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
         write(Vec::new(), WEIGHTS_FILE, &tensors, &metadata)
@@ -376,11 +324,7 @@ impl Adapter {
         let path = folder.join(CONFIG_FILE);
         let source = Source::open(&path)?;
         if source.len() > CONFIG_CAP {
-            return Err(Error::Limit {
-                what: path.display().to_string(),
-                need: source.len(),
-                have: CONFIG_CAP,
-            });
+            return Err(Error::Limit { what: path.display().to_string(), need: source.len(), have: CONFIG_CAP });
         }
         let mut bytes = vec![0; source.len() as usize];
         source.fill(0, &mut bytes).await?;
@@ -402,10 +346,8 @@ impl Adapter {
             let id = catalog.find(&name)?;
             let weight = catalog.weight(id);
             if weight.shape != p.shape.dims() || !weight.dtype.is_float() {
-                let reason = format!(
-                    "{} of {:?}, but the adapter has floats of {}",
-                    weight.dtype, weight.shape, p.shape
-                );
+                let reason =
+                    format!("{} of {:?}, but the adapter has floats of {}", weight.dtype, weight.shape, p.shape);
                 return Err(Error::Format {
                     file: catalog.sources()[weight.source].name().into(),
                     tensor: Some(name),
@@ -415,19 +357,13 @@ impl Adapter {
             values.push(floats(weight.dtype, &catalog.read(id).await?));
         }
         let known: BTreeSet<String> = adapter.params.iter().map(|p| file_name(&p.name)).collect();
-        for (source, name) in catalog
-            .files()
-            .iter()
-            .flat_map(|f| f.header.tensors.iter().map(move |t| (f.source, &t.name)))
+        for (source, name) in
+            catalog.files().iter().flat_map(|f| f.header.tensors.iter().map(move |t| (f.source, &t.name)))
         {
             if !known.contains(&**name) {
                 let reason = format!("{CONFIG_FILE} does not say what this tensor is for");
                 let file = catalog.sources()[source].name().into();
-                return Err(Error::Format {
-                    file,
-                    tensor: Some(name.to_string()),
-                    reason,
-                });
+                return Err(Error::Format { file, tensor: Some(name.to_string()), reason });
             }
         }
         Ok((adapter, values))
@@ -436,8 +372,7 @@ impl Adapter {
 
 /// Whether a path is what a target names, by PEFT's rule: the whole, or the end after a dot.
 fn answers(path: &str, target: &str) -> bool {
-    path.strip_suffix(target)
-        .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+    path.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 fn no_target(model: &Model, name: &str) -> Error {
@@ -448,10 +383,7 @@ fn no_target(model: &Model, name: &str) -> Error {
         ),
         _ => format!("no linear layer of the chosen blocks has this name; there are {there}, or {ALL_LINEAR}"),
     };
-    Error::Invalid {
-        what: format!("target module `{name}`"),
-        reason,
-    }
+    Error::Invalid { what: format!("target module `{name}`"), reason }
 }
 
 /// The name in PEFT's files.
@@ -482,21 +414,15 @@ const HARMLESS: [&str; 16] = [
 ];
 
 fn read_config(file: &str, text: &str) -> Result<LoraSpec> {
-    let refuse = |field: &str, reason: &str| Error::Invalid {
-        what: format!("{file}: `{field}`"),
-        reason: reason.into(),
-    };
+    let refuse =
+        |field: &str, reason: &str| Error::Invalid { what: format!("{file}: `{field}`"), reason: reason.into() };
     let value: Value = serde_json::from_str(text).map_err(|e| Error::Format {
         file: file.into(),
         tensor: None,
         reason: format!("it is not JSON: {e}"),
     })?;
     let Value::Object(fields) = value else {
-        return Err(Error::Format {
-            file: file.into(),
-            tensor: None,
-            reason: "it is not a JSON object".into(),
-        });
+        return Err(Error::Format { file: file.into(), tensor: None, reason: "it is not a JSON object".into() });
     };
     let empty = |v: &Value| match v {
         Value::Null | Value::Bool(false) => true,
@@ -515,10 +441,7 @@ fn read_config(file: &str, text: &str) -> Result<LoraSpec> {
             "task_type" => return Err(refuse(name, &format!("{v} is not supported; CAUSAL_LM is"))),
             "bias" if v == "none" => {}
             "bias" => {
-                return Err(refuse(
-                    name,
-                    "adapters with trained biases are not supported; \"none\" is",
-                ));
+                return Err(refuse(name, "adapters with trained biases are not supported; \"none\" is"));
             }
             "r" => rank = Some(v.as_u64().ok_or_else(|| refuse(name, "must be a whole number"))?),
             "lora_alpha" => alpha = Some(number("must be a number")?),
@@ -526,10 +449,7 @@ fn read_config(file: &str, text: &str) -> Result<LoraSpec> {
             "use_rslora" => spec.rslora = v.as_bool().unwrap_or(false),
             "target_modules" => {
                 targets = Some(read_targets(v).ok_or_else(|| {
-                    refuse(
-                        name,
-                        "must be a list of names or \"all-linear\"; patterns are not supported",
-                    )
+                    refuse(name, "must be a list of names or \"all-linear\"; patterns are not supported")
                 })?)
             }
             "layers_to_transform" if !v.is_null() => {
@@ -537,18 +457,12 @@ fn read_config(file: &str, text: &str) -> Result<LoraSpec> {
             }
             // Some ways to begin change the base as well (PiSSA, OLoRA …): its stored weights are then not the ones meant.
             "init_lora_weights" if v.is_string() && v != "gaussian" && v != "orthogonal" && v != "eva" => {
-                return Err(refuse(
-                    name,
-                    &format!("{v} changes the base's weights, which is not supported"),
-                ));
+                return Err(refuse(name, &format!("{v} changes the base's weights, which is not supported")));
             }
             "layers_pattern" if !empty(v) => return Err(refuse(name, "is not supported")),
             _ if HARMLESS.contains(&name.as_str()) || empty(v) => {}
             _ => {
-                return Err(refuse(
-                    name,
-                    &format!("{v} may change what the adapter computes and is not supported"),
-                ));
+                return Err(refuse(name, &format!("{v} may change what the adapter computes and is not supported")));
             }
         }
     }
@@ -566,10 +480,7 @@ fn read_targets(v: &Value) -> Option<Targets> {
     match v {
         Value::String(s) if s == ALL_LINEAR => Some(Targets::AllLinear),
         Value::Array(names) => {
-            let mut names = names
-                .iter()
-                .map(|n| n.as_str().map(String::from))
-                .collect::<Option<Vec<_>>>()?;
+            let mut names = names.iter().map(|n| n.as_str().map(String::from)).collect::<Option<Vec<_>>>()?;
             names.sort();
             (!names.is_empty()).then_some(Targets::Named(names))
         }
@@ -579,10 +490,7 @@ fn read_targets(v: &Value) -> Option<Targets> {
 
 fn read_blocks(v: &Value) -> Option<Range<usize>> {
     let mut list = match v {
-        Value::Array(list) => list
-            .iter()
-            .map(|n| n.as_u64().map(|n| n as usize))
-            .collect::<Option<Vec<_>>>()?,
+        Value::Array(list) => list.iter().map(|n| n.as_u64().map(|n| n as usize)).collect::<Option<Vec<_>>>()?,
         other => vec![other.as_u64()? as usize],
     };
     list.sort_unstable();
@@ -595,18 +503,12 @@ fn floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         DType::F16 => halves().map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),
         DType::BF16 => halves().map(|b| half::bf16::from_le_bytes(b).to_f32()).collect(),
-        _ => bytes
-            .chunks_exact(4)
-            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-            .collect(),
+        _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
     }
 }
 
 fn invalid(what: &str, reason: &str) -> Error {
-    Error::Invalid {
-        what: what.into(),
-        reason: reason.into(),
-    }
+    Error::Invalid { what: what.into(), reason: reason.into() }
 }
 
 fn io(path: &Path, e: &std::io::Error) -> Error {

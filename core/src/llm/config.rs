@@ -39,13 +39,7 @@ pub enum Family {
 }
 
 impl Family {
-    const ALL: [Family; 5] = [
-        Family::Llama,
-        Family::Mistral,
-        Family::Qwen2,
-        Family::Qwen3,
-        Family::Gpt2,
-    ];
+    const ALL: [Family; 5] = [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3, Family::Gpt2];
 
     /// The name in `architectures`.
     pub fn architecture(self) -> &'static str {
@@ -247,21 +241,11 @@ impl ModelConfig {
         let mut fields = Fields::parse(file, text)?;
         let family = family(&mut fields)?;
         fields.ignore(IGNORED);
-        for field in [
-            "add_cross_attention",
-            "is_decoder",
-            "is_encoder_decoder",
-            "tie_encoder_decoder",
-        ] {
+        for field in ["add_cross_attention", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"] {
             // A decoder of another model's encoder masks and reads otherwise.
             fields.only(field, false)?;
         }
-        for field in [
-            "auto_map",
-            "cross_attention_hidden_size",
-            "pruned_heads",
-            "quantization_config",
-        ] {
+        for field in ["auto_map", "cross_attention_hidden_size", "pruned_heads", "quantization_config"] {
             fields.nothing(field)?;
         }
         let bos = fields.ids("bos_token_id")?.first().copied();
@@ -290,8 +274,7 @@ impl ModelConfig {
 
     /// Keys that a query of this block sees at most, itself included; `None`: all before it.
     pub fn window(&self, block: usize) -> Option<u64> {
-        self.sliding_window
-            .filter(|_| self.windowed.binary_search(&(block as u64)).is_ok())
+        self.sliding_window.filter(|_| self.windowed.binary_search(&(block as u64)).is_ok())
     }
 }
 
@@ -303,37 +286,23 @@ fn family(fields: &mut Fields) -> Result<Family> {
         ([], None) => return Err(fields.error("architectures", "it is missing, and so is `model_type`")),
         ([], Some(name)) => {
             let found = Family::ALL.into_iter().find(|f| f.model_type() == name);
-            let refused = || {
-                fields.error(
-                    "model_type",
-                    format_args!("`{name}` is not supported; what is: {}", supported()),
-                )
-            };
+            let refused =
+                || fields.error("model_type", format_args!("`{name}` is not supported; what is: {}", supported()));
             found.ok_or_else(refused)?
         }
         ([name], _) => {
             let found = Family::ALL.into_iter().find(|f| f.architecture() == name);
-            let refused = || {
-                fields.error(
-                    "architectures",
-                    format_args!("`{name}` is not supported; what is: {}", supported()),
-                )
-            };
+            let refused =
+                || fields.error("architectures", format_args!("`{name}` is not supported; what is: {}", supported()));
             found.ok_or_else(refused)?
         }
         (several, _) => {
-            return Err(fields.error(
-                "architectures",
-                format_args!("expected one, got {}", several.join(", ")),
-            ));
+            return Err(fields.error("architectures", format_args!("expected one, got {}", several.join(", "))));
         }
     };
     match model_type {
         Some(name) if name != family.model_type() => {
-            let reason = format_args!(
-                "`{name}` contradicts `architectures`, which is {}",
-                family.architecture()
-            );
+            let reason = format_args!("`{name}` contradicts `architectures`, which is {}", family.architecture());
             Err(fields.error("model_type", reason))
         }
         _ => Ok(family),
@@ -354,17 +323,12 @@ fn llama(family: Family, fields: &mut Fields) -> Result<ModelConfig> {
         None if family == Family::Qwen3 => 128,
         None if hidden % heads == 0 => hidden / heads,
         None => {
-            return Err(fields.error(
-                "num_attention_heads",
-                format_args!("{heads} does not divide hidden_size, which is {hidden}"),
-            ));
+            return Err(fields
+                .error("num_attention_heads", format_args!("{heads} does not divide hidden_size, which is {hidden}")));
         }
     };
     if head_dim % 2 != 0 {
-        return Err(fields.error(
-            "head_dim",
-            format_args!("rotary positions need pairs of features, got {head_dim}"),
-        ));
+        return Err(fields.error("head_dim", format_args!("rotary positions need pairs of features, got {head_dim}")));
     }
     let ffn = fields.required("intermediate_size", 1..=MOST)?;
     let vocabulary = fields.required("vocab_size", 1..=MOST)?;
@@ -375,29 +339,13 @@ fn llama(family: Family, fields: &mut Fields) -> Result<ModelConfig> {
         _ => false,
     };
     let biases = match family {
-        Family::Qwen2 => Biases {
-            qkv: true,
-            o: false,
-            mlp: false,
-        },
-        Family::Llama => Biases {
-            qkv: attention_bias,
-            o: attention_bias,
-            mlp: fields.flag("mlp_bias")?.unwrap_or(false),
-        },
-        _ => Biases {
-            qkv: attention_bias,
-            o: attention_bias,
-            mlp: false,
-        },
+        Family::Qwen2 => Biases { qkv: true, o: false, mlp: false },
+        Family::Llama => {
+            Biases { qkv: attention_bias, o: attention_bias, mlp: fields.flag("mlp_bias")?.unwrap_or(false) }
+        }
+        _ => Biases { qkv: attention_bias, o: attention_bias, mlp: false },
     };
-    for field in [
-        "attention_bias",
-        "mlp_bias",
-        "rope_interleaved",
-        "use_mrope",
-        "use_qk_norm",
-    ] {
+    for field in ["attention_bias", "mlp_bias", "rope_interleaved", "use_mrope", "use_qk_norm"] {
         // Where the family has such a choice, it was taken above.
         fields.only(field, false)?;
     }
@@ -436,10 +384,7 @@ fn gpt2(fields: &mut Fields) -> Result<ModelConfig> {
     let layers = fields.required("n_layer", 1..=MOST_LAYERS)?;
     let heads = fields.required("n_head", 1..=MOST)?;
     if hidden % heads != 0 {
-        return Err(fields.error(
-            "n_head",
-            format_args!("{heads} does not divide n_embd, which is {hidden}"),
-        ));
+        return Err(fields.error("n_head", format_args!("{heads} does not divide n_embd, which is {hidden}")));
     }
     let ffn = fields.integer("n_inner", 1..=MOST)?.unwrap_or(4 * hidden);
     let vocabulary = fields.required("vocab_size", 1..=MOST)?;
@@ -462,16 +407,9 @@ fn gpt2(fields: &mut Fields) -> Result<ModelConfig> {
         vocabulary,
         max_positions,
         eps,
-        rope: RopeConfig {
-            theta: 10_000.0,
-            scaling: RopeScaling::None,
-        },
+        rope: RopeConfig { theta: 10_000.0, scaling: RopeScaling::None },
         tied,
-        biases: Biases {
-            qkv: true,
-            o: true,
-            mlp: true,
-        },
+        biases: Biases { qkv: true, o: true, mlp: true },
         qk_norm: false,
         activation,
         sliding_window: None,
@@ -513,9 +451,7 @@ fn dropouts(fields: &mut Fields, names: &[&str]) -> Result<Vec<String>> {
                 return Err(fields.error(name, format_args!("expected a rate from 0 to 1, got {rate}")));
             }
             if rate > 0.0 {
-                notes.push(format!(
-                    "{name} is {rate}: the base model runs without its dropout, in training too"
-                ));
+                notes.push(format!("{name} is {rate}: the base model runs without its dropout, in training too"));
             }
         }
     }
@@ -543,26 +479,19 @@ fn rope(fields: &mut Fields) -> Result<RopeConfig> {
         if let (Some(own), Some(theta)) = (own, theta)
             && own != theta
         {
-            return Err(inner.error(
-                "rope_theta",
-                format_args!("{own} contradicts the `rope_theta` outside, which is {theta}"),
-            ));
+            return Err(
+                inner.error("rope_theta", format_args!("{own} contradicts the `rope_theta` outside, which is {theta}"))
+            );
         }
         let scaling = scaling(&mut inner)?;
         inner.finish()?;
-        let rope = RopeConfig {
-            theta: own.or(theta).unwrap_or(10_000.0),
-            scaling,
-        };
+        let rope = RopeConfig { theta: own.or(theta).unwrap_or(10_000.0), scaling };
         if found.is_some_and(|before| before != rope) {
             return Err(fields.error(name, "it contradicts `rope_parameters`"));
         }
         found = Some(rope);
     }
-    Ok(found.unwrap_or(RopeConfig {
-        theta: theta.unwrap_or(10_000.0),
-        scaling: RopeScaling::None,
-    }))
+    Ok(found.unwrap_or(RopeConfig { theta: theta.unwrap_or(10_000.0), scaling: RopeScaling::None }))
 }
 
 fn scaling(inner: &mut Fields) -> Result<RopeScaling> {
@@ -570,17 +499,12 @@ fn scaling(inner: &mut Fields) -> Result<RopeScaling> {
     if let (Some(new), Some(old)) = (&new, &old)
         && new != old
     {
-        return Err(inner.error(
-            "rope_type",
-            format_args!("`{new}` contradicts `type`, which is `{old}`"),
-        ));
+        return Err(inner.error("rope_type", format_args!("`{new}` contradicts `type`, which is `{old}`")));
     }
     let need = |inner: &mut Fields, name: &str| inner.positive(name)?.ok_or_else(|| inner.error(name, "it is missing"));
     match new.or(old).as_deref() {
         Some("default") | None if !inner.has("factor") => Ok(RopeScaling::None),
-        Some("linear") => Ok(RopeScaling::Linear {
-            factor: need(inner, "factor")?,
-        }),
+        Some("linear") => Ok(RopeScaling::Linear { factor: need(inner, "factor")? }),
         Some("llama3") => {
             let factor = need(inner, "factor")?;
             let (low, high) = (need(inner, "low_freq_factor")?, need(inner, "high_freq_factor")?);
@@ -589,19 +513,13 @@ fn scaling(inner: &mut Fields) -> Result<RopeScaling> {
                 let reason = format_args!("{high} is not above low_freq_factor, which is {low}");
                 return Err(inner.error("high_freq_factor", reason));
             }
-            Ok(RopeScaling::Llama3 {
-                factor,
-                low,
-                high,
-                original,
-            })
+            Ok(RopeScaling::Llama3 { factor, low, high, original })
         }
         Some("default") => Err(inner.error("factor", "it has no meaning with rope type `default`")),
         None => Err(inner.error("rope_type", "it is missing")),
-        Some(name) => Err(inner.error(
-            "rope_type",
-            format_args!("`{name}` is not supported; what is: default, linear, llama3"),
-        )),
+        Some(name) => {
+            Err(inner.error("rope_type", format_args!("`{name}` is not supported; what is: default, linear, llama3")))
+        }
     }
 }
 
@@ -609,19 +527,14 @@ fn scaling(inner: &mut Fields) -> Result<RopeScaling> {
 fn windows(family: Family, layers: u64, fields: &mut Fields) -> Result<(Option<u64>, Vec<u64>)> {
     // Mistral's class has 4096 where the file says nothing, and no window where it says null.
     let silent = family == Family::Mistral && !fields.has("sliding_window");
-    let size = fields
-        .integer("sliding_window", 1..=u64::from(u32::MAX))?
-        .or(silent.then_some(4096));
+    let size = fields.integer("sliding_window", 1..=u64::from(u32::MAX))?.or(silent.then_some(4096));
     let types = fields.texts("layer_types")?;
     let first = fields.integer("max_window_layers", 0..=MOST)?;
     let used = fields.flag("use_sliding_window")?;
     let window = match family {
         Family::Mistral if used != Some(false) => size,
         Family::Mistral => {
-            return Err(fields.error(
-                "use_sliding_window",
-                "Mistral has no such choice: say `sliding_window: null`",
-            ));
+            return Err(fields.error("use_sliding_window", "Mistral has no such choice: say `sliding_window: null`"));
         }
         Family::Qwen2 | Family::Qwen3 => size.filter(|_| used == Some(true)),
         _ if size.is_some() || used == Some(true) => {
@@ -631,11 +544,7 @@ fn windows(family: Family, layers: u64, fields: &mut Fields) -> Result<(Option<u
     };
     let windowed: Vec<u64> = match types {
         None => {
-            let first = if family == Family::Mistral {
-                0
-            } else {
-                first.unwrap_or(28)
-            };
+            let first = if family == Family::Mistral { 0 } else { first.unwrap_or(28) };
             (first.min(layers)..layers).collect()
         }
         Some(types) => {

@@ -94,7 +94,10 @@ impl Sampling {
 
 /// A number in [0, 1), a function of seed and index.
 fn unit(seed: u64, index: u64) -> f64 {
-    let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(index.wrapping_mul(0xd1b5_4a32_d192_ed03)).wrapping_add(1);
+    let mut z = seed
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        .wrapping_add(index.wrapping_mul(0xd1b5_4a32_d192_ed03))
+        .wrapping_add(1);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
@@ -115,10 +118,7 @@ impl Writer {
     /// The programs: part of a prompt, one token.
     pub fn programs(model: &Model, adapter: Option<&Adapter>, chunk: u64, capacity: u64) -> Result<Vec<Program>> {
         let chunk = chunk.clamp(2, capacity.max(2));
-        Ok(vec![
-            programs::prefill(model, adapter, chunk, capacity)?,
-            programs::decode(model, adapter, capacity)?,
-        ])
+        Ok(vec![programs::prefill(model, adapter, chunk, capacity)?, programs::decode(model, adapter, capacity)?])
     }
 
     /// Goes on from `prompt` for at most `count` tokens or until one of `stop`, which is not part of the text. Each

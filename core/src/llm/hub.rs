@@ -77,11 +77,7 @@ pub async fn find_model(model: &str, environment: &HubEnvironment) -> Result<Pat
     let text = read_small(&source, 256).await?;
     let commit = String::from_utf8_lossy(&text).trim().to_owned();
     if commit.is_empty() || !commit.chars().all(|c| c.is_ascii_alphanumeric()) {
-        return Err(format_error(
-            source.name(),
-            None,
-            format!("{commit:?} is not the name of a snapshot"),
-        ));
+        return Err(format_error(source.name(), None, format!("{commit:?} is not the name of a snapshot")));
     }
     let snapshot = repository.join("snapshots").join(&commit);
     match is_folder(&snapshot) {
@@ -101,36 +97,24 @@ fn check_name(model: &str) -> Result<()> {
     let parts: Vec<&str> = model.split('/').collect();
     let fits = |part: &&str| {
         (1..=96).contains(&part.len())
-            && part
-                .chars()
-                .all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
             && !part.starts_with(['.', '-'])
             && !part.ends_with(['.', '-'])
             && !part.contains("--")
             && !part.contains("..")
     };
-    if parts.len() <= 2 && parts.iter().all(|part| fits(part)) {
+    if parts.len() <= 2 && parts.iter().all(fits) {
         return Ok(());
     }
-    Err(invalid(
-        model,
-        "is no folder and can be no name of the hub: expected a folder or `org/name`",
-    ))
+    Err(invalid(model, "is no folder and can be no name of the hub: expected a folder or `org/name`"))
 }
 
 fn invalid(model: &str, reason: &str) -> Error {
-    Error::Invalid {
-        what: "--model".into(),
-        reason: format!("{model:?} {reason}"),
-    }
+    Error::Invalid { what: "--model".into(), reason: format!("{model:?} {reason}") }
 }
 
 fn not_found(model: &str, hint: String) -> Error {
-    Error::NotFound {
-        what: "model",
-        name: model.into(),
-        hint: Some(hint),
-    }
+    Error::NotFound { what: "model", name: model.into(), hint: Some(hint) }
 }
 
 /// A small file (a configuration, a tokenizer) as a whole, if it has at most `most` bytes.
@@ -138,10 +122,7 @@ fn not_found(model: &str, hint: String) -> Error {
 /// Errors: [`Error::Format`] if it is larger; what [`Source::fill`] returns.
 pub async fn read_small(source: &Source, most: u64) -> Result<Vec<u8>> {
     if source.len() > most {
-        let reason = format!(
-            "it has {} bytes, above the limit of {most} for such a file",
-            source.len()
-        );
+        let reason = format!("it has {} bytes, above the limit of {most} for such a file", source.len());
         return Err(format_error(source.name(), None, reason));
     }
     // At most `most`, which callers choose small.
@@ -153,11 +134,7 @@ pub async fn read_small(source: &Source, most: u64) -> Result<Vec<u8>> {
 /// The source of `name` in `folder`, if there is such a file.
 pub fn optional_file(folder: &Path, name: &str) -> Result<Option<Source>> {
     let path = folder.join(name);
-    if is_file(&path) {
-        Source::open(path).map(Some)
-    } else {
-        Ok(None)
-    }
+    if is_file(&path) { Source::open(path).map(Some) } else { Ok(None) }
 }
 
 #[cfg(test)]
@@ -175,10 +152,7 @@ mod tests {
         std::fs::create_dir_all(repository.join("refs")).unwrap();
         std::fs::create_dir_all(repository.join("snapshots").join(snapshot)).unwrap();
         std::fs::write(repository.join("refs/main"), reference).unwrap();
-        let environment = HubEnvironment {
-            home: Some(folder.path().to_owned()),
-            ..HubEnvironment::default()
-        };
+        let environment = HubEnvironment { home: Some(folder.path().to_owned()), ..HubEnvironment::default() };
         (folder, environment)
     }
 
@@ -188,10 +162,7 @@ mod tests {
         let path = folder.path().to_str().unwrap();
         assert_eq!(find(path, &environment).unwrap(), folder.path());
         let found = find("org/tiny.model", &environment).unwrap();
-        assert_eq!(
-            found,
-            folder.path().join("hub/models--org--tiny.model/snapshots/abc123")
-        );
+        assert_eq!(found, folder.path().join("hub/models--org--tiny.model/snapshots/abc123"));
     }
 
     #[test]
@@ -217,33 +188,17 @@ mod tests {
     fn what_is_not_there_is_refused_with_where_was_looked() {
         let (_folder, environment) = cache_with("abc123", "other");
         let gone = find("org/tiny.model", &environment).unwrap_err();
-        assert!(
-            gone.code() == "not-found" && gone.to_string().contains("abc123"),
-            "{gone}"
-        );
+        assert!(gone.code() == "not-found" && gone.to_string().contains("abc123"), "{gone}");
         let never = find("org/another", &environment).unwrap_err();
         assert!(never.to_string().contains("hf download org/another"), "{never}");
-        assert_eq!(
-            find("org/another", &HubEnvironment::default()).unwrap_err().code(),
-            "not-found"
-        );
+        assert_eq!(find("org/another", &HubEnvironment::default()).unwrap_err().code(), "not-found");
     }
 
     #[test]
     fn names_that_lead_out_of_the_cache_are_refused() {
         let (_folder, environment) = cache_with("abc123", "abc123");
-        for name in [
-            "",
-            "../none/x",
-            "a/b/c",
-            "org/..",
-            ".hidden/x",
-            "a--b/c",
-            "/none/x",
-            "org/na me",
-            "a\0/b",
-            "org/",
-        ] {
+        for name in ["", "../none/x", "a/b/c", "org/..", ".hidden/x", "a--b/c", "/none/x", "org/na me", "a\0/b", "org/"]
+        {
             assert_eq!(find(name, &environment).unwrap_err().code(), "invalid", "{name:?}");
         }
     }
@@ -252,11 +207,7 @@ mod tests {
     fn a_reference_that_leads_out_of_the_cache_is_refused() {
         for reference in ["", "../../..", "a/b", &"a".repeat(300)] {
             let (_folder, environment) = cache_with(reference, "abc123");
-            assert_eq!(
-                find("org/tiny.model", &environment).unwrap_err().code(),
-                "format",
-                "{reference:?}"
-            );
+            assert_eq!(find("org/tiny.model", &environment).unwrap_err().code(), "format", "{reference:?}");
         }
     }
 }

@@ -37,25 +37,15 @@ fn build<'a>(
 ) -> Result<Built<'a>> {
     let (b, t) = (bucket.rows, bucket.tokens);
     if b == 0 || t == 0 || t > model.config().max_positions {
-        let reason = format!(
-            "1 to {} tokens of at least one row are possible",
-            model.config().max_positions
-        );
-        return Err(Error::Invalid {
-            what: format!("a batch of {b} rows of {t} tokens"),
-            reason,
-        });
+        let reason = format!("1 to {} tokens of at least one row are possible", model.config().max_positions);
+        return Err(Error::Invalid { what: format!("a batch of {b} rows of {t} tokens"), reason });
     }
     let mut g = Graph::new();
     let values = adapter.map(|a| a.params().bind(&mut g)).transpose()?;
     let ids = g.input_i32("ids", [b * t])?;
     let spans = g.input_i32("spans", [b, 2])?;
     let rotary = model.family().rotary();
-    let positions = if rotary {
-        None
-    } else {
-        Some(g.input_i32("positions", [b * t])?)
-    };
+    let positions = if rotary { None } else { Some(g.input_i32("positions", [b * t])?) };
     let tables = if rotary {
         let half = model.config().head_dim / 2;
         Some((g.input("cosines", [t, half])?, g.input("sines", [t, half])?))
@@ -64,24 +54,13 @@ fn build<'a>(
     };
     let drops = training && adapter.is_some_and(|a| a.spec().dropout > 0.0);
     let dropout = if drops {
-        Some(DropoutInputs {
-            rows: g.input_i32("row_ids", [b])?,
-            step: g.input_i32("step", [1])?,
-        })
+        Some(DropoutInputs { rows: g.input_i32("row_ids", [b])?, step: g.input_i32("step", [1])? })
     } else {
         None
     };
     let windows = values.as_ref().map(|v| v.windows.clone()).unwrap_or_default();
-    let f = Forward {
-        model,
-        adapter: adapter.map(|a| (a, windows)),
-        rows: b,
-        tokens: t,
-        spans,
-        tables,
-        capacity,
-        dropout,
-    };
+    let f =
+        Forward { model, adapter: adapter.map(|a| (a, windows)), rows: b, tokens: t, spans, tables, capacity, dropout };
     let mut h = f.embed(&mut g, ids, positions)?;
     let mut hidden = Vec::with_capacity(model.blocks() + 1);
     for block in 0..model.blocks() {
@@ -118,10 +97,7 @@ pub fn train(model: &Model, adapter: &Adapter, bucket: Bucket, adamw: &AdamW, pa
     let loss = built.loss()?;
     let Built { g, values, .. } = built;
     let Some(values) = values else {
-        return Err(Error::Invalid {
-            what: "train".into(),
-            reason: "there is no adapter".into(),
-        });
+        return Err(Error::Invalid { what: "train".into(), reason: "there is no adapter".into() });
     };
     let name = match part {
         Part::Whole => "train",
@@ -156,10 +132,7 @@ pub fn inspect(model: &Model, adapter: Option<&Adapter>, bucket: Bucket) -> Resu
 pub fn hidden_gradients(model: &Model, adapter: Option<&Adapter>, bucket: Bucket) -> Result<Program> {
     let mut built = build(model, adapter, bucket, false, None)?;
     let loss = built.loss()?;
-    Ok(built
-        .g
-        .value_and_grad(loss, &built.hidden)?
-        .named(&title("gradients", bucket)))
+    Ok(built.g.value_and_grad(loss, &built.hidden)?.named(&title("gradients", bucket)))
 }
 
 /// Some tokens of a text: they go into the cache of `capacity` tokens, and `logits` `[1, vocabulary]` are those of the
@@ -168,10 +141,7 @@ pub fn hidden_gradients(model: &Model, adapter: Option<&Adapter>, bucket: Bucket
 pub fn prefill(model: &Model, adapter: Option<&Adapter>, tokens: u64, capacity: u64) -> Result<Program> {
     if capacity < tokens || capacity > model.config().max_positions {
         let reason = format!("{tokens} to {} tokens are possible", model.config().max_positions);
-        return Err(Error::Invalid {
-            what: format!("a cache of {capacity} tokens"),
-            reason,
-        });
+        return Err(Error::Invalid { what: format!("a cache of {capacity} tokens"), reason });
     }
     let bucket = Bucket { rows: 1, tokens };
     let mut built = build(model, adapter, bucket, false, Some(capacity))?;
@@ -182,10 +152,7 @@ pub fn prefill(model: &Model, adapter: Option<&Adapter>, tokens: u64, capacity: 
     }
     let h = built.end()?;
     let logits = built.f.logits(&mut built.g, h)?;
-    Ok(built
-        .g
-        .outputs(&[("logits", logits)])?
-        .named(&format!("prompt {tokens} of {capacity}")))
+    Ok(built.g.outputs(&[("logits", logits)])?.named(&format!("prompt {tokens} of {capacity}")))
 }
 
 /// One token behind what the cache holds: [`prefill`] of one.
@@ -209,12 +176,8 @@ impl Inputs {
     pub fn batch(model: &Model, bucket: Bucket, ids: &[i32], labels: &[i32], weights: &[f32]) -> Result<Inputs> {
         let n = (bucket.rows * bucket.tokens) as usize;
         if ids.len() != n || labels.len() != n || weights.len() != n {
-            let reason = format!(
-                "{} ids, {} labels, {} weights for {bucket:?}",
-                ids.len(),
-                labels.len(),
-                weights.len()
-            );
+            let reason =
+                format!("{} ids, {} labels, {} weights for {bucket:?}", ids.len(), labels.len(), weights.len());
             return Err(Error::Shape { op: "batch", reason });
         }
         let mut inputs = Inputs::default();
@@ -261,10 +224,7 @@ impl Inputs {
 
     /// The inputs that a plan asks for.
     pub fn of_plan(&self, plan: &Plan) -> Vec<(&str, &[u8])> {
-        let asked = self
-            .values
-            .iter()
-            .filter(|(name, _)| plan.inputs.iter().any(|p| &*p.name == *name));
+        let asked = self.values.iter().filter(|(name, _)| plan.inputs.iter().any(|p| &*p.name == *name));
         asked.map(|(name, bytes)| (*name, bytes.as_slice())).collect()
     }
 

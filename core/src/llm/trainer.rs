@@ -282,7 +282,9 @@ impl<'a> Trainer<'a> {
         }
         let specs: Vec<(TensorSpec, &[u8])> = tensors
             .iter()
-            .map(|(name, bytes)| (TensorSpec::new(name.clone(), DType::F32, [bytes.len() as u64 / 4]), bytes.as_slice()))
+            .map(|(name, bytes)| {
+                (TensorSpec::new(name.clone(), DType::F32, [bytes.len() as u64 / 4]), bytes.as_slice())
+            })
             .collect();
         let mut metadata = notes.clone();
         metadata.insert("format".into(), FORMAT.into());
@@ -299,9 +301,14 @@ impl<'a> Trainer<'a> {
         let catalog = Catalog::from_sources(vec![source]).await?;
         let notes = catalog.files().first().map(|f| f.header.metadata.clone()).unwrap_or_default();
         let refuse = |reason: String| Error::Format { file: file.clone(), tensor: None, reason };
-        let note = |name: &str| notes.get(name).cloned().ok_or_else(|| refuse(format!("it has no `{name}`: not a checkpoint")));
+        let note = |name: &str| {
+            notes.get(name).cloned().ok_or_else(|| refuse(format!("it has no `{name}`: not a checkpoint")))
+        };
         if note("format")? != FORMAT {
-            return Err(refuse(format!("checkpoints of format {} are not known; this engine writes {FORMAT}", note("format")?)));
+            return Err(refuse(format!(
+                "checkpoints of format {} are not known; this engine writes {FORMAT}",
+                note("format")?
+            )));
         }
         let base = format!("{:016x}", self.model.catalog().fingerprint());
         if note("base")? != base {

@@ -96,7 +96,11 @@ impl Ledger {
         let mut s = self.state();
         let now = s.live.total();
         if s.budget.is_some_and(|budget| now + bytes > budget) {
-            return Err(Error::OutOfMemory { what: format!("{what} within the budget"), size: Bytes(bytes), in_use: Bytes(now) });
+            return Err(Error::OutOfMemory {
+                what: format!("{what} within the budget"),
+                size: Bytes(bytes),
+                in_use: Bytes(now),
+            });
         }
         s.live.add(category, bytes);
         (s.buffers, s.made) = (s.buffers + 1, s.made + 1);

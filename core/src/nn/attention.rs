@@ -40,19 +40,9 @@ pub fn attention(g: &mut Graph, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, s
     if sr.dims() != [b, 2] {
         return fail(format!("rows have shape {sr}, not [{b}, 2]"));
     }
-    let [q, k, v] = [
-        adjacent_features(g, q)?,
-        adjacent_features(g, k)?,
-        adjacent_features(g, v)?,
-    ];
+    let [q, k, v] = [adjacent_features(g, q)?, adjacent_features(g, k)?, adjacent_features(g, v)?];
     let rows = g.dense(rows)?;
-    Ok(g.nn(
-        NnOp::Attention(spec),
-        vec![q, k, v, rows],
-        sq,
-        &[Shape::new(&[b, h, t])?],
-    )
-    .0)
+    Ok(g.nn(NnOp::Attention(spec), vec![q, k, v, rows], sq, &[Shape::new(&[b, h, t])?]).0)
 }
 
 /// A cache `[b, s, h, d]` (a state, or the result of another append) with x `[b, t, h, d]` behind what its rows hold: entry i
@@ -63,27 +53,17 @@ pub fn append(g: &mut Graph, cache: Tensor, x: Tensor, rows: Tensor) -> Result<T
     let (sc, sx, sr) = (g.shape(cache)?, g.shape(x)?, g.shape(rows)?);
     let ([b, _, h, d], [xb, _, xh, xd]) = (four(OP, &sc)?, four(OP, &sx)?);
     if [b, h, d] != [xb, xh, xd] || sr.dims() != [b, 2] {
-        return Err(shape_error(
-            OP,
-            format!("entries {sx} with rows {sr} do not fit a cache of {sc}"),
-        ));
+        return Err(shape_error(OP, format!("entries {sx} with rows {sr} do not fit a cache of {sc}")));
     }
     let (x, rows) = (adjacent_features(g, x)?, g.dense(rows)?);
-    let region = Region {
-        shape: sc,
-        view: View::dense(&sc),
-        carry: true,
-    };
+    let region = Region { shape: sc, view: View::dense(&sc), carry: true };
     g.push_into(Op::Nn(NnOp::Append), vec![x, rows], cache, region)
 }
 
 fn four(op: &'static str, s: &Shape) -> Result<[u64; 4]> {
-    s.dims().try_into().map_err(|_| {
-        shape_error(
-            op,
-            format!("{s} has not four dimensions (rows, positions, heads, features)"),
-        )
-    })
+    s.dims()
+        .try_into()
+        .map_err(|_| shape_error(op, format!("{s} has not four dimensions (rows, positions, heads, features)")))
 }
 
 pub(super) fn vjp(g: &mut Graph, call: &Vjp<'_>, spec: Attention) -> Result<Vec<Option<Tensor>>> {
@@ -91,14 +71,7 @@ pub(super) fn vjp(g: &mut Graph, call: &Vjp<'_>, spec: Attention) -> Result<Vec<
     let (sq, sk) = (g.shape(q)?, g.shape(k)?);
     let dy = adjacent_features(g, call.dy)?;
     let [b, t, h, _] = four("attention", &sq)?;
-    let stats = g
-        .nn(
-            NnOp::AttentionDelta,
-            vec![call.y, dy, call.extras[0]],
-            Shape::new(&[b, h, t, 2])?,
-            &[],
-        )
-        .0;
+    let stats = g.nn(NnOp::AttentionDelta, vec![call.y, dy, call.extras[0]], Shape::new(&[b, h, t, 2])?, &[]).0;
     let all = vec![q, k, v, dy, stats, rows];
     let dq = call.needed[0].then(|| g.nn(NnOp::AttentionDq(spec), all.clone(), sq, &[]).0);
     let (mut dk, mut dv) = (None, None);

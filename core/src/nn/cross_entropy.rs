@@ -29,10 +29,7 @@ pub struct Blocks {
 
 impl Default for Blocks {
     fn default() -> Blocks {
-        Blocks {
-            tokens: TOKEN_BLOCK,
-            vocabulary: VOCABULARY_BLOCK,
-        }
+        Blocks { tokens: TOKEN_BLOCK, vocabulary: VOCABULARY_BLOCK }
     }
 }
 
@@ -61,18 +58,13 @@ pub fn token_losses_in(g: &mut Graph, h: Tensor, head: &[Tensor], labels: Tensor
     let (sh, sl) = (g.shape(h)?, g.shape(labels)?);
     let fail = |reason: String| Err(shape_error(OP, reason));
     let [t, d] = *sh.dims() else {
-        return fail(format!(
-            "hidden states of {sh} have not two dimensions (tokens, features)"
-        ));
+        return fail(format!("hidden states of {sh} have not two dimensions (tokens, features)"));
     };
     if sl.dims() != [t] {
         return fail(format!("labels {sl} for {t} tokens"));
     }
     if blocks.tokens == 0 || blocks.vocabulary == 0 || !blocks.vocabulary.is_multiple_of(VOCABULARY_CHUNK) {
-        return fail(format!(
-            "blocks of {} entries; {VOCABULARY_CHUNK} must divide them",
-            blocks.vocabulary
-        ));
+        return fail(format!("blocks of {} entries; {VOCABULARY_CHUNK} must divide them", blocks.vocabulary));
     }
     let mut first = 0;
     for (i, piece) in head.iter().enumerate() {
@@ -96,11 +88,7 @@ pub fn token_losses_in(g: &mut Graph, h: Tensor, head: &[Tensor], labels: Tensor
     // Made in front of the custom node, as its backward needs the stats as well as the value.
     let stats = running_stats(g, h, head, labels, blocks)?;
     let losses = g.nn(NnOp::CeLoss, vec![stats, labels], Shape::new(&[t])?, &[]).0;
-    g.custom(
-        &inputs,
-        |_, _| Ok(losses),
-        move |g, call| vjp(g, call, stats, labels, blocks),
-    )
+    g.custom(&inputs, |_, _| Ok(losses), move |g, call| vjp(g, call, stats, labels, blocks))
 }
 
 /// A block of the vocabulary: its piece, rows there, and first entry.
@@ -116,12 +104,7 @@ fn vocabulary(g: &Graph, head: &[Tensor], blocks: Blocks) -> Result<Vec<Block>> 
     for (piece, t) in head.iter().enumerate() {
         let rows = g.shape(*t)?.dims()[0];
         for from in (0..rows).step_by(blocks.vocabulary as usize) {
-            all.push(Block {
-                piece,
-                from,
-                to: rows.min(from + blocks.vocabulary),
-                first: first + from,
-            });
+            all.push(Block { piece, from, to: rows.min(from + blocks.vocabulary), first: first + from });
         }
         first += rows;
     }
@@ -136,9 +119,7 @@ fn logits(g: &mut Graph, h: Tensor, head: Tensor, block: &Block, tokens: (u64, u
 }
 
 fn token_blocks(t: u64, blocks: Blocks) -> impl Iterator<Item = (u64, u64)> {
-    (0..t)
-        .step_by(blocks.tokens as usize)
-        .map(move |from| (from, t.min(from + blocks.tokens)))
+    (0..t).step_by(blocks.tokens as usize).map(move |from| (from, t.min(from + blocks.tokens)))
 }
 
 fn running_stats(g: &mut Graph, h: Tensor, head: &[Tensor], labels: Tensor, blocks: Blocks) -> Result<Tensor> {
@@ -148,16 +129,8 @@ fn running_stats(g: &mut Graph, h: Tensor, head: &[Tensor], labels: Tensor, bloc
     for block in vocabulary(g, head, blocks)? {
         for tokens in token_blocks(t, blocks) {
             let x = logits(g, h, head[block.piece], &block, tokens)?;
-            let op = NnOp::CeLse {
-                first: block.first as u32,
-                first_row: tokens.0 as u32,
-                start: block.first == 0,
-            };
-            let region = Region {
-                shape,
-                view: View::dense(&shape),
-                carry: true,
-            };
+            let op = NnOp::CeLse { first: block.first as u32, first_row: tokens.0 as u32, start: block.first == 0 };
+            let region = Region { shape, view: View::dense(&shape), carry: true };
             stats = g.push_into(crate::graph::Op::Nn(op), vec![x, labels], stats, region)?;
         }
     }
@@ -173,10 +146,7 @@ fn vjp(
 ) -> Result<Vec<Option<Tensor>>> {
     let (h, head) = (call.inputs[0], &call.inputs[1..]);
     if call.needed[1..].iter().any(|n| *n) {
-        return Err(shape_error(
-            "cross_entropy",
-            "the head is frozen: it has no gradient".into(),
-        ));
+        return Err(shape_error("cross_entropy", "the head is frozen: it has no gradient".into()));
     }
     let dloss = dense_f32(g, call.grad)?;
     let shape = g.shape(h)?;
@@ -187,21 +157,11 @@ fn vjp(
         for tokens in token_blocks(t, blocks) {
             let x = logits(g, h, head[block.piece], block, tokens)?;
             let width = g.shape(x)?;
-            let op = NnOp::CeGrad {
-                first: block.first as u32,
-                first_row: tokens.0 as u32,
-            };
+            let op = NnOp::CeGrad { first: block.first as u32, first_row: tokens.0 as u32 };
             let dx = g.nn(op, vec![x, stats, labels, dloss], width, &[]).0;
             let w = g.slice(head[block.piece], 0, block.from, block.to)?;
-            let view = View {
-                offset: tokens.0 * d,
-                strides: shape.dense_strides(),
-            };
-            let region = Region {
-                shape: Shape::new(&[tokens.1 - tokens.0, d])?,
-                view,
-                carry: i > 0,
-            };
+            let view = View { offset: tokens.0 * d, strides: shape.dense_strides() };
+            let region = Region { shape: Shape::new(&[tokens.1 - tokens.0, d])?, view, carry: i > 0 };
             dh = g.push_into(crate::graph::Op::Nn(NnOp::MatmulDescending), vec![dx, w], dh, region)?;
         }
     }

@@ -35,10 +35,7 @@ pub fn dropout(g: &mut Graph, x: Tensor, ids: Tensor, step: Tensor, spec: Dropou
     let (shape, rows) = (g.shape(x)?, g.shape(ids)?.elements());
     last_extent(OP, &shape)?;
     if shape.rank() < 2 || shape.dims()[0] != rows || g.shape(step)?.elements() != 1 {
-        return Err(shape_error(
-            OP,
-            format!("{shape} with {rows} row ids: needs one id a row and one step"),
-        ));
+        return Err(shape_error(OP, format!("{shape} with {rows} row ids: needs one id a row and one step")));
     }
     let (x, ids, step) = (dense_f32(g, x)?, g.dense(ids)?, g.dense(step)?);
     Ok(g.nn(NnOp::Dropout(spec), vec![x, ids, step], shape, &[]).0)
@@ -48,9 +45,5 @@ pub(super) fn vjp(g: &mut Graph, call: &Vjp<'_>, spec: Dropout) -> Result<Vec<Op
     let (ids, step) = (call.inputs[1], call.inputs[2]);
     let dy = dense_f32(g, call.dy)?;
     let shape = g.shape(dy)?;
-    Ok(vec![
-        Some(g.nn(NnOp::Dropout(spec), vec![dy, ids, step], shape, &[]).0),
-        None,
-        None,
-    ])
+    Ok(vec![Some(g.nn(NnOp::Dropout(spec), vec![dy, ids, step], shape, &[]).0), None, None])
 }

@@ -11,10 +11,7 @@ pub fn embedding(g: &mut Graph, table: Tensor, ids: Tensor) -> Result<Tensor> {
     integers(g, OP, "ids", ids)?;
     let (rows, of) = (g.shape(table)?, g.shape(ids)?);
     if rows.rank() != 2 {
-        return Err(shape_error(
-            OP,
-            format!("the table has shape {rows}, not two dimensions"),
-        ));
+        return Err(shape_error(OP, format!("the table has shape {rows}, not two dimensions")));
     }
     let mut dims = of.dims().to_vec();
     dims.push(rows.dims()[1]);
@@ -35,8 +32,5 @@ pub fn embedding_rows(g: &mut Graph, segment: &Segment, name: &str, ids: Tensor)
 pub(super) fn vjp(g: &mut Graph, call: &Vjp<'_>) -> Result<Vec<Option<Tensor>>> {
     let (table, ids) = (g.shape(call.inputs[0])?, call.inputs[1]);
     let dy = dense_f32(g, call.dy)?;
-    Ok(vec![
-        call.needed[0].then(|| g.nn(NnOp::GatherGrad, vec![ids, dy], table, &[]).0),
-        None,
-    ])
+    Ok(vec![call.needed[0].then(|| g.nn(NnOp::GatherGrad, vec![ids, dy], table, &[]).0), None])
 }

@@ -42,14 +42,7 @@ pub fn linear(g: &mut Graph, x: Tensor, w: Tensor, bias: Option<Tensor>) -> Resu
     }
     let mut inputs = vec![flat(g, x, rows)?, wt];
     inputs.extend(bias);
-    let y = g
-        .nn(
-            NnOp::Matvec { bias: bias.is_some() },
-            inputs,
-            Shape::new(&[rows, out])?,
-            &[],
-        )
-        .0;
+    let y = g.nn(NnOp::Matvec { bias: bias.is_some() }, inputs, Shape::new(&[rows, out])?, &[]).0;
     g.reshape(y, &dims)
 }
 
@@ -60,18 +53,12 @@ pub fn linear_lora(g: &mut Graph, x: Tensor, w: Tensor, bias: Option<Tensor>, lo
     let (sa, sb, sw) = (g.shape(lora.a)?, g.shape(lora.b)?, g.shape(w)?);
     let rank = sa.dims().first().copied().unwrap_or(0);
     if sa.dims() != [rank, sw.dims()[1]] || sb.dims() != [sw.dims()[0], rank] {
-        return Err(shape_error(
-            OP,
-            format!("adapter matrices {sa} and {sb} do not fit a weight of {sw}"),
-        ));
+        return Err(shape_error(OP, format!("adapter matrices {sa} and {sb} do not fit a weight of {sw}")));
     }
     if let Some(own) = lora.input
         && g.shape(own)? != g.shape(x)?
     {
-        return Err(shape_error(
-            OP,
-            format!("the adapter reads {}, the layer {}", g.shape(own)?, g.shape(x)?),
-        ));
+        return Err(shape_error(OP, format!("the adapter reads {}, the layer {}", g.shape(own)?, g.shape(x)?)));
     }
     let scale = lora.scale;
     let mut inputs = vec![flat(g, x, rows)?, w, lora.a, lora.b];
@@ -174,10 +161,7 @@ pub(super) fn matvec_vjp(g: &mut Graph, call: &Vjp<'_>) -> Result<Vec<Option<Ten
 fn fits(g: &Graph, op: &'static str, x: Tensor, w: Tensor, bias: Option<Tensor>) -> Result<(u64, Vec<u64>)> {
     let (sx, sw) = (g.shape(x)?, g.shape(w)?);
     let [out, inner] = *sw.dims() else {
-        return Err(shape_error(
-            op,
-            format!("a weight of {sw} has not two dimensions (out, in)"),
-        ));
+        return Err(shape_error(op, format!("a weight of {sw} has not two dimensions (out, in)")));
     };
     let Some((last, lead)) = sx.dims().split_last().filter(|(last, _)| **last == inner) else {
         return Err(shape_error(op, format!("rows of {sx} do not fit a weight of {sw}")));
@@ -186,10 +170,7 @@ fn fits(g: &Graph, op: &'static str, x: Tensor, w: Tensor, bias: Option<Tensor>)
     if let Some(bias) = bias
         && g.shape(bias)?.dims() != [out]
     {
-        return Err(shape_error(
-            op,
-            format!("a bias of {} does not fit a weight of {sw}", g.shape(bias)?),
-        ));
+        return Err(shape_error(op, format!("a bias of {} does not fit a weight of {sw}", g.shape(bias)?)));
     }
     let mut dims = lead.to_vec();
     dims.push(out);

@@ -152,10 +152,7 @@ impl NnOp {
             NnOp::Rope { interleaved, inverse } => rope::vjp(g, call, *interleaved, *inverse),
             NnOp::Attention(spec) => attention::vjp(g, call, *spec),
             NnOp::Dropout(spec) => dropout::vjp(g, call, *spec),
-            _ => Err(Error::Invalid {
-                what: "gradient".into(),
-                reason: format!("{self:?} has no gradient here"),
-            }),
+            _ => Err(Error::Invalid { what: "gradient".into(), reason: format!("{self:?} has no gradient here") }),
         }
     }
 
@@ -171,21 +168,13 @@ fn shape_error(op: &'static str, reason: String) -> Error {
 
 /// `x` in f32, its elements one after another from the storage's first.
 fn dense_f32(g: &mut Graph, x: Tensor) -> Result<Tensor> {
-    if g.dtype(x) == DType::F32 {
-        g.dense(x)
-    } else {
-        g.unary(crate::graph::Unary::Copy, x)
-    }
+    if g.dtype(x) == DType::F32 { g.dense(x) } else { g.unary(crate::graph::Unary::Copy, x) }
 }
 
 /// `x` in any dtype, its elements one after another from anywhere.
 fn adjacent(g: &mut Graph, x: Tensor) -> Result<Tensor> {
     let shape = g.shape(x)?;
-    if g.storage(x).1.is_dense(&shape) {
-        Ok(x)
-    } else {
-        g.dense(x)
-    }
+    if g.storage(x).1.is_dense(&shape) { Ok(x) } else { g.dense(x) }
 }
 
 /// `x` in f32 with its last dimension's elements one after another.
@@ -193,29 +182,18 @@ fn adjacent_features(g: &mut Graph, x: Tensor) -> Result<Tensor> {
     let shape = g.shape(x)?;
     let last = shape.rank().saturating_sub(1);
     let fits = shape.rank() == 0 || shape.dims()[last] <= 1 || g.storage(x).1.strides[last] == 1;
-    if fits && g.dtype(x) == DType::F32 {
-        Ok(x)
-    } else {
-        g.unary(crate::graph::Unary::Copy, x)
-    }
+    if fits && g.dtype(x) == DType::F32 { Ok(x) } else { g.unary(crate::graph::Unary::Copy, x) }
 }
 
 /// Refuses a tensor that is not of 32-bit integers.
 fn integers(g: &Graph, op: &'static str, what: &str, x: Tensor) -> Result<()> {
     if g.dtype(x) != DType::I32 {
-        return Err(shape_error(
-            op,
-            format!("{what} must be 32-bit integers, not {:?}", g.dtype(x)),
-        ));
+        return Err(shape_error(op, format!("{what} must be 32-bit integers, not {:?}", g.dtype(x))));
     }
     Ok(())
 }
 
 /// The extent of the last dimension; a scalar has none.
 fn last_extent(op: &'static str, shape: &Shape) -> Result<u64> {
-    shape
-        .dims()
-        .last()
-        .copied()
-        .ok_or_else(|| shape_error(op, "needs at least one dimension".into()))
+    shape.dims().last().copied().ok_or_else(|| shape_error(op, "needs at least one dimension".into()))
 }

@@ -22,16 +22,7 @@ pub fn layer_norm(g: &mut Graph, x: Tensor, w: Tensor, bias: Option<Tensor>, eps
         fits(g, "layer_norm", &shape, bias)?;
         inputs.push(adjacent(g, bias)?);
     }
-    Ok(g.nn(
-        NnOp::LayerNorm {
-            eps,
-            bias: bias.is_some(),
-        },
-        inputs,
-        shape,
-        &[],
-    )
-    .0)
+    Ok(g.nn(NnOp::LayerNorm { eps, bias: bias.is_some() }, inputs, shape, &[]).0)
 }
 
 fn fits(g: &Graph, op: &'static str, x: &Shape, w: Tensor) -> Result<()> {
@@ -47,11 +38,7 @@ pub(super) fn rms_vjp(g: &mut Graph, call: &Vjp<'_>, eps: f32, plus: f32) -> Res
     let dy = dense_f32(g, call.dy)?;
     let shape = g.shape(x)?;
     let dx = call.needed[0].then(|| g.nn(NnOp::RmsNormGrad { eps, plus }, vec![x, w, dy], shape, &[]).0);
-    let dw = if call.needed[1] {
-        Some(weight_grad(g, x, w, dy, eps, false)?)
-    } else {
-        None
-    };
+    let dw = if call.needed[1] { Some(weight_grad(g, x, w, dy, eps, false)?) } else { None };
     Ok(vec![dx, dw])
 }
 
@@ -60,11 +47,7 @@ pub(super) fn layer_vjp(g: &mut Graph, call: &Vjp<'_>, eps: f32) -> Result<Vec<O
     let dy = dense_f32(g, call.dy)?;
     let shape = g.shape(x)?;
     let dx = call.needed[0].then(|| g.nn(NnOp::LayerNormGrad { eps }, vec![x, w, dy], shape, &[]).0);
-    let dw = if call.needed[1] {
-        Some(weight_grad(g, x, w, dy, eps, true)?)
-    } else {
-        None
-    };
+    let dw = if call.needed[1] { Some(weight_grad(g, x, w, dy, eps, true)?) } else { None };
     let mut parts = vec![dx, dw];
     if let Some(bias) = call.inputs.get(2) {
         let shape = g.shape(*bias)?;
@@ -77,8 +60,6 @@ pub(super) fn layer_vjp(g: &mut Graph, call: &Vjp<'_>, eps: f32) -> Result<Vec<O
 fn weight_grad(g: &mut Graph, x: Tensor, w: Tensor, dy: Tensor, eps: f32, layer: bool) -> Result<Tensor> {
     let (shape, n) = (g.shape(x)?, g.shape(w)?);
     let rows = shape.dims()[..shape.rank() - 1].iter().product();
-    let stats = g
-        .nn(NnOp::NormStats { eps, layer }, vec![x], Shape::new(&[rows, 2])?, &[])
-        .0;
+    let stats = g.nn(NnOp::NormStats { eps, layer }, vec![x], Shape::new(&[rows, 2])?, &[]).0;
     Ok(g.nn(NnOp::NormWeightGrad, vec![x, stats, dy], n, &[]).0)
 }

@@ -34,13 +34,7 @@ pub struct AdamW {
 
 impl Default for AdamW {
     fn default() -> AdamW {
-        AdamW {
-            beta1: 0.9,
-            beta2: 0.999,
-            eps: 1e-8,
-            weight_decay: 0.0,
-            max_norm: 0.0,
-        }
+        AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, max_norm: 0.0 }
     }
 }
 
@@ -49,31 +43,17 @@ impl AdamW {
     pub fn hyper(&self, rate: f64, step: u64) -> [f32; HYPER as usize] {
         let unbias = |beta: f64| (1.0 / (1.0 - beta.powf(step.max(1) as f64))) as f32;
         let decay = (1.0 - rate * self.weight_decay) as f32;
-        [
-            rate as f32,
-            decay,
-            unbias(self.beta1),
-            unbias(self.beta2),
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-        ]
+        [rate as f32, decay, unbias(self.beta1), unbias(self.beta2), 0.0, 0.0, 0.0, 0.0]
     }
 
     fn check(&self) -> Result<()> {
         let decays = [self.beta1, self.beta2].iter().all(|b| (0.0..1.0).contains(b));
-        let rest = [self.eps, self.weight_decay, self.max_norm]
-            .iter()
-            .all(|x| x.is_finite() && *x >= 0.0);
+        let rest = [self.eps, self.weight_decay, self.max_norm].iter().all(|x| x.is_finite() && *x >= 0.0);
         if decays && rest {
             return Ok(());
         }
         let reason = "decays of moments lie in [0, 1), all else is finite and not negative".into();
-        Err(Error::Invalid {
-            what: format!("{self:?}"),
-            reason,
-        })
+        Err(Error::Invalid { what: format!("{self:?}"), reason })
     }
 }
 
@@ -82,44 +62,23 @@ pub(super) fn control(g: &mut Graph, loss: Tensor, grads: &[Tensor], max_norm: f
     let words = Shape::new(&[3])?;
     let mut control = g.fill(words, 0.0);
     let write = |g: &mut Graph, op: NnOp, x: Tensor, into: Tensor| {
-        let region = Region {
-            shape: words,
-            view: View::dense(&words),
-            carry: true,
-        };
+        let region = Region { shape: words, view: View::dense(&words), carry: true };
         g.push_into(Op::Nn(op), vec![x], into, region)
     };
     let loss = g.dense(loss)?;
     control = write(g, NnOp::Nonfinite { bits: BIT_LOSS }, loss, control)?;
-    let blocks = grads
-        .iter()
-        .map(|t| Ok(g.shape(*t)?.elements().div_ceil(1024)))
-        .collect::<Result<Vec<u64>>>()?;
+    let blocks = grads.iter().map(|t| Ok(g.shape(*t)?.elements().div_ceil(1024))).collect::<Result<Vec<u64>>>()?;
     let total = Shape::new(&[blocks.iter().sum()])?;
     let mut partials = g.empty(total);
     let mut at = 0;
     for (x, n) in grads.iter().zip(&blocks) {
         control = write(g, NnOp::Nonfinite { bits: BIT_GRADIENT }, *x, control)?;
         let shape = Shape::new(&[*n])?;
-        let region = Region {
-            shape,
-            view: View {
-                offset: at,
-                strides: shape.dense_strides(),
-            },
-            carry: false,
-        };
+        let region = Region { shape, view: View { offset: at, strides: shape.dense_strides() }, carry: false };
         partials = g.push_into(Op::Nn(NnOp::Sumsq), vec![*x], partials, region)?;
         at += n;
     }
-    write(
-        g,
-        NnOp::ClipScale {
-            max_norm: max_norm as f32,
-        },
-        partials,
-        control,
-    )
+    write(g, NnOp::ClipScale { max_norm: max_norm as f32 }, partials, control)
 }
 
 /// The state arrays of one cut.
@@ -138,17 +97,10 @@ pub(super) struct Arrays {
 pub(super) fn adamw(g: &mut Graph, spec: &AdamW, arrays: &[Arrays], hyper: Tensor, control: Tensor) -> Result<()> {
     spec.check()?;
     if g.shape(hyper)?.dims() != [HYPER] {
-        return Err(shape_error(
-            "adamw",
-            format!("`{HYPER_INPUT}` has shape {}, not [{HYPER}]", g.shape(hyper)?),
-        ));
+        return Err(shape_error("adamw", format!("`{HYPER_INPUT}` has shape {}, not [{HYPER}]", g.shape(hyper)?)));
     }
     for a in arrays {
-        let op = NnOp::AdamW {
-            beta1: spec.beta1,
-            beta2: spec.beta2,
-            eps: spec.eps,
-        };
+        let op = NnOp::AdamW { beta1: spec.beta1, beta2: spec.beta2, eps: spec.eps };
         g.update(op, vec![a.grads, control, hyper, a.values, a.m, a.v]);
     }
     Ok(())

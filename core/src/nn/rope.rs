@@ -47,13 +47,10 @@ pub fn rope_tables(theta: f64, scaling: RopeScaling, positions: &[u32], dim: usi
         });
     }
     let half = dim / 2;
-    let frequencies: Vec<f64> = (0..half)
-        .map(|i| scaled(theta.powf(-(2.0 * i as f64) / dim as f64), scaling))
-        .collect();
-    let (mut cosines, mut sines) = (
-        Vec::with_capacity(positions.len() * half),
-        Vec::with_capacity(positions.len() * half),
-    );
+    let frequencies: Vec<f64> =
+        (0..half).map(|i| scaled(theta.powf(-(2.0 * i as f64) / dim as f64), scaling)).collect();
+    let (mut cosines, mut sines) =
+        (Vec::with_capacity(positions.len() * half), Vec::with_capacity(positions.len() * half));
     for position in positions {
         for frequency in &frequencies {
             let (sin, cos) = (f64::from(*position) * frequency).sin_cos();
@@ -68,12 +65,7 @@ fn scaled(frequency: f64, scaling: RopeScaling) -> f64 {
     match scaling {
         RopeScaling::None => frequency,
         RopeScaling::Linear { factor } => frequency / factor,
-        RopeScaling::Llama3 {
-            factor,
-            low,
-            high,
-            original,
-        } => {
+        RopeScaling::Llama3 { factor, low, high, original } => {
             let wave = 2.0 * std::f64::consts::PI / frequency;
             if wave < original / high {
                 frequency
@@ -93,10 +85,7 @@ pub fn rope(g: &mut Graph, x: Tensor, cosines: Tensor, sines: Tensor, pairs: Rop
     const OP: &str = "rope";
     let (shape, tables) = (g.shape(x)?, g.shape(cosines)?);
     let [b, t, _, d] = *shape.dims() else {
-        return Err(shape_error(
-            OP,
-            format!("{shape} has not four dimensions (rows, positions, heads, features)"),
-        ));
+        return Err(shape_error(OP, format!("{shape} has not four dimensions (rows, positions, heads, features)")));
     };
     let fits = match *tables.dims() {
         [tt, half] => tt == t && 2 * half <= d,
@@ -104,16 +93,10 @@ pub fn rope(g: &mut Graph, x: Tensor, cosines: Tensor, sines: Tensor, pairs: Rop
         _ => false,
     };
     if !fits || g.shape(sines)? != tables {
-        return Err(shape_error(
-            OP,
-            format!("tables {tables} and {} do not fit {shape}", g.shape(sines)?),
-        ));
+        return Err(shape_error(OP, format!("tables {tables} and {} do not fit {shape}", g.shape(sines)?)));
     }
     let (x, c, s) = (adjacent_features(g, x)?, dense_f32(g, cosines)?, dense_f32(g, sines)?);
-    let op = NnOp::Rope {
-        interleaved: pairs == Rope::Interleaved,
-        inverse: false,
-    };
+    let op = NnOp::Rope { interleaved: pairs == Rope::Interleaved, inverse: false };
     Ok(g.nn(op, vec![x, c, s], shape, &[]).0)
 }
 
@@ -121,22 +104,7 @@ pub(super) fn vjp(g: &mut Graph, call: &Vjp<'_>, interleaved: bool, inverse: boo
     let (c, s) = (call.inputs[1], call.inputs[2]);
     let dy = adjacent_features(g, call.dy)?;
     let shape = g.shape(dy)?;
-    Ok(vec![
-        Some(
-            g.nn(
-                NnOp::Rope {
-                    interleaved,
-                    inverse: !inverse,
-                },
-                vec![dy, c, s],
-                shape,
-                &[],
-            )
-            .0,
-        ),
-        None,
-        None,
-    ])
+    Ok(vec![Some(g.nn(NnOp::Rope { interleaved, inverse: !inverse }, vec![dy, c, s], shape, &[]).0), None, None])
 }
 
 #[cfg(test)]
@@ -144,12 +112,7 @@ pub(super) fn vjp(g: &mut Graph, call: &Vjp<'_>, interleaved: bool, inverse: boo
 mod tests {
     use super::*;
 
-    const LLAMA: RopeScaling = RopeScaling::Llama3 {
-        factor: 8.0,
-        low: 1.0,
-        high: 4.0,
-        original: 8192.0,
-    };
+    const LLAMA: RopeScaling = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 8192.0 };
 
     #[test]
     fn position_zero_turns_nothing_and_position_one_by_the_frequencies() {

@@ -42,22 +42,14 @@ impl Params {
 
     /// As [`Params::new`], cut at another number of bytes: for tests.
     pub fn cut_at(bytes: u64) -> Params {
-        Params {
-            largest: Some(bytes),
-            ..Params::default()
-        }
+        Params { largest: Some(bytes), ..Params::default() }
     }
 
     /// Adds a tensor; gives its number.
     pub fn add(&mut self, name: &str, shape: Shape) -> Result<usize> {
         let n = shape.elements();
         let largest = self.largest.unwrap_or(MAX_WEIGHT_BUFFER) / 4;
-        let refuse = |reason: String| {
-            Err(Error::Invalid {
-                what: format!("parameter `{name}`"),
-                reason,
-            })
-        };
+        let refuse = |reason: String| Err(Error::Invalid { what: format!("parameter `{name}`"), reason });
         if self.params.iter().any(|p| p.name == name) {
             return refuse("the name is taken".into());
         }
@@ -70,12 +62,7 @@ impl Params {
         let array = self.arrays.len() - 1;
         let offset = self.arrays[array];
         self.arrays[array] += n;
-        self.params.push(Param {
-            name: name.into(),
-            shape,
-            array,
-            offset,
-        });
+        self.params.push(Param { name: name.into(), shape, array, offset });
         Ok(self.params.len() - 1)
     }
 
@@ -160,15 +147,9 @@ pub fn train_part(
     part: Part,
 ) -> Result<Program> {
     if params.params.is_empty() {
-        return Err(Error::Invalid {
-            what: "train step".into(),
-            reason: "there are no parameters to train".into(),
-        });
+        return Err(Error::Invalid { what: "train step".into(), reason: "there are no parameters to train".into() });
     }
-    let (carry, updates) = (
-        matches!(part, Part::Middle | Part::Last),
-        matches!(part, Part::Whole | Part::Last),
-    );
+    let (carry, updates) = (matches!(part, Part::Middle | Part::Last), matches!(part, Part::Whole | Part::Last));
     g.both_ways(|mut g, recompute| {
         let scratch = |g: &mut Graph| -> Result<Vec<Tensor>> {
             let named = params.arrays.iter().enumerate();
@@ -176,17 +157,9 @@ pub fn train_part(
                 .map(|(i, n)| Ok(g.scratch(&format!("gradients.{i}"), Shape::new(&[*n])?, Category::Gradients)))
                 .collect()
         };
-        let sunk: Vec<(Tensor, usize, u64)> = values
-            .windows
-            .iter()
-            .zip(&params.params)
-            .map(|(t, p)| (*t, p.array, p.offset))
-            .collect();
-        let mut sinks = Sinks {
-            params: &sunk,
-            arrays: scratch(&mut g)?,
-            carry,
-        };
+        let sunk: Vec<(Tensor, usize, u64)> =
+            values.windows.iter().zip(&params.params).map(|(t, p)| (*t, p.array, p.offset)).collect();
+        let mut sinks = Sinks { params: &sunk, arrays: scratch(&mut g)?, carry };
         g.gradients(loss, &[], recompute, Some(&mut sinks))?;
         let grads = sinks.arrays;
         if !updates {
@@ -202,12 +175,7 @@ pub fn train_part(
             let [m, v] = Params::moment_names(i);
             let m = g.state(&m, shape, Category::Optimizer);
             let v = g.state(&v, shape, Category::Optimizer);
-            arrays.push(Arrays {
-                grads,
-                values: values.arrays[i],
-                m,
-                v,
-            });
+            arrays.push(Arrays { grads, values: values.arrays[i], m, v });
         }
         optimizer::adamw(&mut g, adamw, &arrays, hyper, control)?;
         Ok(g.outputs(&[("loss", loss), (CONTROL, control)])?.named("train"))

@@ -37,11 +37,7 @@ struct Stamp {
 
 impl Stamp {
     fn of(metadata: &Metadata) -> Stamp {
-        Stamp {
-            len: metadata.len(),
-            modified: metadata.modified().ok(),
-            inode: inode(metadata),
-        }
+        Stamp { len: metadata.len(), modified: metadata.modified().ok(), inode: inode(metadata) }
     }
 
     /// What differs in `now`, in words; `None` if nothing does.
@@ -81,18 +77,12 @@ fn read_some(file: &File, offset: u64, buf: &mut [u8]) -> io::Result<usize> {
 
 #[cfg(not(any(unix, windows)))]
 fn read_some(_: &File, _: u64, _: &mut [u8]) -> io::Result<usize> {
-    Err(io::Error::new(
-        io::ErrorKind::Unsupported,
-        "there is no file system here",
-    ))
+    Err(io::Error::new(io::ErrorKind::Unsupported, "there is no file system here"))
 }
 
 /// The [`Error::Io`] of `path`.
 pub fn io_error(path: &Path, reason: impl std::fmt::Display) -> Error {
-    Error::Io {
-        file: path.display().to_string(),
-        reason: reason.to_string(),
-    }
+    Error::Io { file: path.display().to_string(), reason: reason.to_string() }
 }
 
 /// A file open for positioned reads.
@@ -121,13 +111,7 @@ impl PositionedFile {
             None => FileId::Path(std::fs::canonicalize(path).map_err(err)?),
         };
         let absolute = std::path::absolute(path).map_err(err)?;
-        Ok(PositionedFile {
-            path: absolute,
-            name: path.display().to_string(),
-            id,
-            file,
-            stamp,
-        })
+        Ok(PositionedFile { path: absolute, name: path.display().to_string(), id, file, stamp })
     }
 
     /// The path as it was given.
@@ -157,20 +141,14 @@ impl PositionedFile {
 
     /// Whether the path still names the file that was opened, with the size and time it had then.
     pub fn unchanged(&self) -> Result<()> {
-        let changed = |reason: String| Error::SourceChanged {
-            file: self.name.clone(),
-            reason,
-        };
+        let changed = |reason: String| Error::SourceChanged { file: self.name.clone(), reason };
         let now = std::fs::metadata(&self.path).map_err(|e| changed(format!("it cannot be looked at: {e}")))?;
         if let Some(reason) = self.stamp.difference(&Stamp::of(&now)) {
             return Err(changed(reason));
         }
         // With an inode, the path's stamp speaks for the handle as well; without one, ask the handle too.
         if self.stamp.inode.is_none() {
-            let held = self
-                .file
-                .metadata()
-                .map_err(|e| changed(format!("it cannot be looked at: {e}")))?;
+            let held = self.file.metadata().map_err(|e| changed(format!("it cannot be looked at: {e}")))?;
             if let Some(reason) = self.stamp.difference(&Stamp::of(&held)) {
                 return Err(changed(reason));
             }
@@ -222,11 +200,7 @@ pub fn save_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result
     let (temporary, file) = loop {
         let mut name = OsString::from(".");
         name.push(file_name);
-        name.push(format!(
-            ".{}-{}.tmp",
-            std::process::id(),
-            COUNTER.fetch_add(1, Ordering::Relaxed)
-        ));
+        name.push(format!(".{}-{}.tmp", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));
         let temporary = folder.join(name);
         match File::options().write(true).create_new(true).open(&temporary) {
             Ok(file) => break (temporary, file),
@@ -272,10 +246,8 @@ mod tests {
     use super::*;
 
     fn entries(folder: &Path) -> Vec<String> {
-        let mut names: Vec<String> = std::fs::read_dir(folder)
-            .unwrap()
-            .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
-            .collect();
+        let mut names: Vec<String> =
+            std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
         names.sort();
         names
     }
@@ -314,22 +286,13 @@ mod tests {
         assert_eq!(error.code(), "io");
         assert_eq!(entries(folder.path()), ["taken"]);
         assert_eq!(save_atomically(Path::new("/"), |_| Ok(())).unwrap_err().code(), "io");
-        assert_eq!(
-            save_atomically(&folder.path().join("none/a"), |_| Ok(()))
-                .unwrap_err()
-                .code(),
-            "io"
-        );
+        assert_eq!(save_atomically(&folder.path().join("none/a"), |_| Ok(())).unwrap_err().code(), "io");
     }
 
     #[test]
     fn what_is_not_a_regular_file_is_refused_without_waiting() {
         let folder = tempfile::tempdir().unwrap();
-        for path in [
-            folder.path().to_owned(),
-            folder.path().join("none"),
-            PathBuf::from("/dev/null"),
-        ] {
+        for path in [folder.path().to_owned(), folder.path().join("none"), PathBuf::from("/dev/null")] {
             assert_eq!(PositionedFile::open(&path).unwrap_err().code(), "io");
         }
     }
@@ -342,10 +305,7 @@ mod tests {
         }
         std::fs::create_dir(folder.path().join("e.safetensors")).unwrap();
         let found = files_with_extension(folder.path(), "safetensors").unwrap();
-        let names: Vec<_> = found
-            .iter()
-            .map(|p| p.file_name().unwrap().to_string_lossy().into_owned())
-            .collect();
+        let names: Vec<_> = found.iter().map(|p| p.file_name().unwrap().to_string_lossy().into_owned()).collect();
         assert_eq!(names, ["a.safetensors", "b.safetensors"]);
     }
 }

@@ -35,12 +35,7 @@ impl Reader {
 }
 
 /// With `wait`, waits until the browser reports something: the end of a submission, or a mapping.
-pub async fn pump(
-    _: &wgpu::Device,
-    _: Option<wgpu::SubmissionIndex>,
-    wait: bool,
-    wake: &async_channel::Receiver<()>,
-) {
+pub async fn pump(_: &wgpu::Device, _: Option<wgpu::SubmissionIndex>, wait: bool, wake: &async_channel::Receiver<()>) {
     if wait {
         let _ = wake.recv().await;
     }

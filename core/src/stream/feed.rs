@@ -112,7 +112,13 @@ impl UploadRing {
     }
 
     /// Begins to read a part from the sources, if a chunk is idle.
-    pub fn read(&mut self, recorder: &Recorder, part: Part, reads: std::ops::Range<u32>, table: &Arc<Reads>) -> Result<bool> {
+    pub fn read(
+        &mut self,
+        recorder: &Recorder,
+        part: Part,
+        reads: std::ops::Range<u32>,
+        table: &Arc<Reads>,
+    ) -> Result<bool> {
         let Some((chunk, memory)) = self.take(recorder)? else { return Ok(false) };
         self.issued.push_back(Issued { part, chunk, ready: None });
         self.reading += 1;
@@ -253,7 +259,12 @@ impl ReadbackRing {
             let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
             buffers.push(device.buffer("a readback chunk", Category::Readback, ring.chunk, usage).await?);
         }
-        Ok(ReadbackRing { ring, mapped: buffers.iter().map(|_| Default::default()).collect(), asked: vec![false; buffers.len()], buffers })
+        Ok(ReadbackRing {
+            ring,
+            mapped: buffers.iter().map(|_| Default::default()).collect(),
+            asked: vec![false; buffers.len()],
+            buffers,
+        })
     }
 
     /// Copies bytes of a buffer to the host, as many chunks at a time as there are. `submitted` is called after each

@@ -423,16 +423,22 @@ impl Session {
     }
 
     fn group(&self, pipeline: &Pipeline, shader: &ebbtide_shaders::Shader, bindings: &[Binding]) -> wgpu::BindGroup {
-        let range = |buffer, offset, size| wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset, size: std::num::NonZeroU64::new(size) });
+        let range = |buffer, offset, size| {
+            wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset, size: std::num::NonZeroU64::new(size) })
+        };
         let mut entries = Vec::with_capacity(bindings.len() + 1);
         if let Some(uniforms) = &self.uniforms {
-            entries.push(wgpu::BindGroupEntry { binding: 0, resource: range(uniforms.raw(), 0, u64::from(shader.params_size)) });
+            entries.push(wgpu::BindGroupEntry {
+                binding: 0,
+                resource: range(uniforms.raw(), 0, u64::from(shader.params_size)),
+            });
         }
         for (b, s) in bindings.iter().zip(shader.bindings) {
             let buffer = self.store.buffer(b.slot, b.buffer);
             entries.push(wgpu::BindGroupEntry { binding: s.binding, resource: range(buffer, b.offset, b.size) });
         }
-        let descriptor = wgpu::BindGroupDescriptor { label: Some(shader.name), layout: &pipeline.layout, entries: &entries };
+        let descriptor =
+            wgpu::BindGroupDescriptor { label: Some(shader.name), layout: &pipeline.layout, entries: &entries };
         foreign(|| self.device.raw().create_bind_group(&descriptor))
     }
 
@@ -497,7 +503,13 @@ fn check_inputs(plan: &Plan, inputs: &[(&str, &[u8])]) -> Result<()> {
         if bytes.len() as u64 != port.bytes {
             return Err(Error::Shape {
                 op: "input",
-                reason: format!("`{}` has {} bytes, but shape {} in f32 has {}", port.name, bytes.len(), port.shape, port.bytes),
+                reason: format!(
+                    "`{}` has {} bytes, but shape {} in f32 has {}",
+                    port.name,
+                    bytes.len(),
+                    port.shape,
+                    port.bytes
+                ),
             });
         }
     }
@@ -505,7 +517,11 @@ fn check_inputs(plan: &Plan, inputs: &[(&str, &[u8])]) -> Result<()> {
         Some((name, _)) => Err(Error::NotFound {
             what: "input",
             name: name.to_string(),
-            hint: Some(format!("program `{}` has {:?}", plan.name, plan.inputs.iter().map(|p| &*p.name).collect::<Vec<_>>())),
+            hint: Some(format!(
+                "program `{}` has {:?}",
+                plan.name,
+                plan.inputs.iter().map(|p| &*p.name).collect::<Vec<_>>()
+            )),
         }),
         None => Ok(()),
     }
@@ -540,7 +556,12 @@ fn chunk_table(catalog: &Catalog, set: &PlanSet) -> Result<(Reads, Vec<Vec<Chunk
                         });
                     }
                 }
-                chunks.push(Chunk { buffer: buffer as u32, offset, len: (end - offset) as u32, reads: first..reads.len() as u32 });
+                chunks.push(Chunk {
+                    buffer: buffer as u32,
+                    offset,
+                    len: (end - offset) as u32,
+                    reads: first..reads.len() as u32,
+                });
                 offset = end;
             }
         }

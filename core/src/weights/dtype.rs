@@ -112,10 +112,7 @@ impl FileDType {
     pub fn from_safetensors(name: &str) -> Option<FileDType> {
         match DType::from_safetensors(name) {
             Some(dtype) => Some(FileDType::Weight(dtype)),
-            None => STORED
-                .iter()
-                .find(|(n, _)| *n == name)
-                .map(|(n, _)| FileDType::Other(n)),
+            None => STORED.iter().find(|(n, _)| *n == name).map(|(n, _)| FileDType::Other(n)),
         }
     }
 
@@ -174,10 +171,7 @@ mod tests {
     #[test]
     fn a_type_that_cannot_be_a_weight_is_known_to_the_file_level_only() {
         assert_eq!(DType::from_safetensors("F8_E4M3"), None);
-        assert_eq!(
-            FileDType::from_safetensors("F8_E4M3"),
-            Some(FileDType::Other("F8_E4M3"))
-        );
+        assert_eq!(FileDType::from_safetensors("F8_E4M3"), Some(FileDType::Other("F8_E4M3")));
         assert_eq!(FileDType::from_safetensors("F4").map(FileDType::bits), Some(4));
         assert_eq!(FileDType::from_safetensors("Q4_K"), None);
     }

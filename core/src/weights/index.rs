@@ -30,10 +30,7 @@ impl Index {
     /// name that could lead out of the folder; what [`Source::fill`] returns.
     pub async fn read(source: &Source) -> Result<Index> {
         if source.len() > MAX_HEADER_BYTES {
-            let reason = format!(
-                "it has {} bytes, above the limit of {MAX_HEADER_BYTES} for an index",
-                source.len()
-            );
+            let reason = format!("it has {} bytes, above the limit of {MAX_HEADER_BYTES} for an index", source.len());
             return Err(format_error(source.name(), None, reason));
         }
         let length = usize::try_from(source.len()).unwrap_or(usize::MAX);
@@ -52,17 +49,10 @@ impl Index {
             serde_json::from_slice(text).map_err(|e| format_error(file, None, format!("not a valid index: {e}")))?;
         for (tensor, shard) in &raw.weight_map.0 {
             if let Err(why) = check_shard_name(shard) {
-                return Err(format_error(
-                    file,
-                    Some(tensor),
-                    format!("the shard name {shard:?} is refused: {why}"),
-                ));
+                return Err(format_error(file, Some(tensor), format!("the shard name {shard:?} is refused: {why}")));
             }
         }
-        Ok(Index {
-            file: file.into(),
-            weight_map: raw.weight_map.0,
-        })
+        Ok(Index { file: file.into(), weight_map: raw.weight_map.0 })
     }
 
     /// The shards' names, sorted, each once.
@@ -72,9 +62,7 @@ impl Index {
 
     /// Tensor and shard, sorted by tensor.
     pub fn entries(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.weight_map
-            .iter()
-            .map(|(tensor, shard)| (tensor.as_str(), shard.as_str()))
+        self.weight_map.iter().map(|(tensor, shard)| (tensor.as_str(), shard.as_str()))
     }
 
     /// The shard of a tensor.
@@ -93,10 +81,7 @@ impl Index {
         for (tensor, shard) in self.entries() {
             let reason = match homes.get(tensor) {
                 Some(found) if found.contains(&shard) => continue,
-                Some(found) => format!(
-                    "the index says shard `{shard}`, but it is in `{}`",
-                    found.join("` and `")
-                ),
+                Some(found) => format!("the index says shard `{shard}`, but it is in `{}`", found.join("` and `")),
                 None => format!("the index says shard `{shard}`, but no shard has it"),
             };
             return Err(format_error(&self.file, Some(tensor), reason));
@@ -168,15 +153,9 @@ mod tests {
 
     #[test]
     fn a_shard_name_is_a_relative_path_of_plain_components() {
-        for good in [
-            "a.safetensors",
-            "model-00001-of-00002.safetensors",
-            "sub/a.safetensors",
-            "..a",
-            "a..b/c",
-            "...",
-            "\u{e9}",
-        ] {
+        for good in
+            ["a.safetensors", "model-00001-of-00002.safetensors", "sub/a.safetensors", "..a", "a..b/c", "...", "\u{e9}"]
+        {
             assert_eq!(check_shard_name(good), Ok(()), "{good}");
         }
         for bad in [
@@ -212,10 +191,7 @@ mod tests {
         let error = Index::parse("i.json", br#"{"weight_map":{"t":"../../etc/passwd"}}"#).unwrap_err();
         let text = error.to_string();
         assert_eq!(error.code(), "format");
-        assert!(
-            text.contains("i.json") && text.contains("`t`") && text.contains("../../etc/passwd"),
-            "{text}"
-        );
+        assert!(text.contains("i.json") && text.contains("`t`") && text.contains("../../etc/passwd"), "{text}");
     }
 
     #[test]
@@ -245,10 +221,7 @@ mod tests {
         let text = br#"{"metadata":{"total_size":7.5},"weight_map":{"b":"2","a":"1","c":"1"},"more":null}"#;
         let index = Index::parse("i.json", text).unwrap();
         assert_eq!(index.shards().into_iter().collect::<Vec<_>>(), ["1", "2"]);
-        assert_eq!(
-            index.entries().collect::<Vec<_>>(),
-            [("a", "1"), ("b", "2"), ("c", "1")]
-        );
+        assert_eq!(index.entries().collect::<Vec<_>>(), [("a", "1"), ("b", "2"), ("c", "1")]);
         assert_eq!((index.shard("b"), index.shard("d")), (Some("2"), None));
     }
 }

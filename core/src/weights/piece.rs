@@ -41,36 +41,24 @@ pub(crate) fn cut(name: &str, shape: &[u64], range: &Range<u64>) -> Result<Vec<P
     let bytes = range.end - range.start;
     if bytes == 0 {
         // The rows of an empty tensor are not computed: [2^40, 2^40, 0] is legal, its row count no number.
-        return Ok(vec![Piece {
-            rows: 0..0,
-            range: range.clone(),
-        }]);
+        return Ok(vec![Piece { rows: 0..0, range: range.clone() }]);
     }
     let (rows, _) = rows_and_columns(shape);
     if bytes <= PIECE_BYTES {
-        return Ok(vec![Piece {
-            rows: 0..rows,
-            range: range.clone(),
-        }]);
+        return Ok(vec![Piece { rows: 0..rows, range: range.clone() }]);
     }
     let row_bytes = bytes / rows;
     let fit = PIECE_BYTES / row_bytes;
     if fit == 0 {
-        return Err(Error::Limit {
-            what: format!("a row of tensor `{name}`"),
-            need: row_bytes,
-            have: PIECE_BYTES,
-        });
+        return Err(Error::Limit { what: format!("a row of tensor `{name}`"), need: row_bytes, have: PIECE_BYTES });
     }
     let step = if fit >= PIECE_ROWS { fit - fit % PIECE_ROWS } else { fit };
     let mut pieces = Vec::new();
     let mut first = 0;
     while first < rows {
         let next = rows.min(first + step);
-        pieces.push(Piece {
-            rows: first..next,
-            range: range.start + first * row_bytes..range.start + next * row_bytes,
-        });
+        pieces
+            .push(Piece { rows: first..next, range: range.start + first * row_bytes..range.start + next * row_bytes });
         first = next;
     }
     Ok(pieces)
@@ -88,10 +76,7 @@ mod tests {
         let (mut row, mut byte) = (0, begin);
         for piece in &pieces {
             assert_eq!((piece.rows.start, piece.range.start), (row, byte));
-            assert_eq!(
-                piece.range.end - piece.range.start,
-                (piece.rows.end - row) * columns * element
-            );
+            assert_eq!(piece.range.end - piece.range.start, (piece.rows.end - row) * columns * element);
             assert!(piece.range.end - byte <= PIECE_BYTES);
             (row, byte) = (piece.rows.end, piece.range.end);
         }
@@ -138,12 +123,6 @@ mod tests {
     #[test]
     fn an_empty_tensor_is_one_piece_without_bytes() {
         let pieces = cut("t", &[1 << 40, 1 << 40, 0], &(24..24)).unwrap();
-        assert_eq!(
-            pieces,
-            [Piece {
-                rows: 0..0,
-                range: 24..24
-            }]
-        );
+        assert_eq!(pieces, [Piece { rows: 0..0, range: 24..24 }]);
     }
 }

@@ -47,17 +47,10 @@ impl Segment {
         }
         if let Some((_, dtype)) = self.left_out.iter().find(|(n, _)| &**n == name) {
             let reason = format!("its type {dtype} cannot be a weight; known are {}", DType::list());
-            return Err(Error::Invalid {
-                what: format!("weight `{name}` of segment `{}`", self.name),
-                reason,
-            });
+            return Err(Error::Invalid { what: format!("weight `{name}` of segment `{}`", self.name), reason });
         }
         let hint = hint(&format!("segment `{}`", self.name), self.names());
-        Err(Error::NotFound {
-            what: "weight",
-            name: name.into(),
-            hint: Some(hint),
-        })
+        Err(Error::NotFound { what: "weight", name: name.into(), hint: Some(hint) })
     }
 
     /// The names of its weights, in order, each once.

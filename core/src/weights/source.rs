@@ -59,10 +59,7 @@ impl Source {
 
     /// Bytes in memory, under a name for errors and segments.
     pub fn memory(name: impl Into<String>, bytes: impl Into<Arc<[u8]>>) -> Source {
-        Source(Arc::new(Inner::Memory {
-            name: name.into(),
-            bytes: bytes.into(),
-        }))
+        Source(Arc::new(Inner::Memory { name: name.into(), bytes: bytes.into() }))
     }
 
     /// A reader of the caller's.
@@ -130,11 +127,7 @@ impl Source {
         let end = offset.checked_add(sink.len() as u64).filter(|end| *end <= self.len());
         let Some(end) = end else {
             self.unchanged()?;
-            let reason = format!(
-                "{} bytes at byte {offset} were asked for, but it has {}",
-                sink.len(),
-                self.len()
-            );
+            let reason = format!("{} bytes at byte {offset} were asked for, but it has {}", sink.len(), self.len());
             return Err(self.io(reason));
         };
         let mut done = 0;
@@ -180,10 +173,7 @@ impl Source {
     }
 
     fn io(&self, reason: String) -> Error {
-        Error::Io {
-            file: self.name().to_owned(),
-            reason,
-        }
+        Error::Io { file: self.name().to_owned(), reason }
     }
 }
 
@@ -203,10 +193,7 @@ impl Hash for Source {
 
 impl fmt::Debug for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Source")
-            .field("name", &self.name())
-            .field("len", &self.len())
-            .finish_non_exhaustive()
+        f.debug_struct("Source").field("name", &self.name()).field("len", &self.len()).finish_non_exhaustive()
     }
 }
 

@@ -63,13 +63,7 @@ pub fn run(adapter: &wgpu::Adapter) -> anyhow::Result<Measured> {
         }
     };
     let (upload_first, upload_refill) = pollster::block_on(upload(adapter)).context("measuring uploads")?;
-    Ok(Measured {
-        folder: folder.display().to_string(),
-        disk_read,
-        cached_read,
-        upload_first,
-        upload_refill,
-    })
+    Ok(Measured { folder: folder.display().to_string(), disk_read, cached_read, upload_first, upload_refill })
 }
 
 fn rate(bytes: u64, time: Duration) -> f64 {
@@ -78,18 +72,14 @@ fn rate(bytes: u64, time: Duration) -> f64 {
 
 /// Reads a temporary file, which is removed again: past the cache if possible, and from the cache.
 fn disk(folder: &Path) -> anyhow::Result<(Option<f64>, f64)> {
-    let mut file = tempfile::Builder::new()
-        .prefix(".ebbtide-doctor-")
-        .tempfile_in(folder)?;
+    let mut file = tempfile::Builder::new().prefix(".ebbtide-doctor-").tempfile_in(folder)?;
     // Not zeros: file systems and disks compress those away.
     let mut seed = 0x9e37_79b9_7f4a_7c15_u64;
     let mut chunk: Vec<u8> = Vec::with_capacity(CHUNK);
     for _ in 0..FILE_CHUNKS {
         chunk.clear();
         while chunk.len() < CHUNK {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             chunk.extend_from_slice(&(seed ^ (seed >> 29)).to_le_bytes());
         }
         file.write_all(&chunk)?;
@@ -135,11 +125,7 @@ fn read_exact_at(file: &File, mut buffer: &mut [u8], mut offset: u64) -> std::io
 #[cfg(target_os = "linux")]
 fn unbuffered(path: &Path) -> Option<File> {
     use std::os::unix::fs::OpenOptionsExt;
-    std::fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_DIRECT)
-        .open(path)
-        .ok()
+    std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).ok()
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -149,38 +135,18 @@ fn unbuffered(_: &Path) -> Option<File> {
 
 /// Fills one buffer four times through a ring of mapped chunks; the first time and the best of the others.
 async fn upload(adapter: &wgpu::Adapter) -> anyhow::Result<(f64, f64)> {
-    let limits = wgpu::Limits {
-        max_buffer_size: BUFFER.max(256 << 20),
-        ..wgpu::Limits::default()
-    };
-    let descriptor = wgpu::DeviceDescriptor {
-        required_limits: limits,
-        ..Default::default()
-    };
+    let limits = wgpu::Limits { max_buffer_size: BUFFER.max(256 << 20), ..wgpu::Limits::default() };
+    let descriptor = wgpu::DeviceDescriptor { required_limits: limits, ..Default::default() };
     let (device, queue) = adapter.request_device(&descriptor).await?;
     let scope = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let buffer = |size, usage| {
-        device.create_buffer(&wgpu::BufferDescriptor {
-            label: None,
-            size,
-            usage,
-            mapped_at_creation: false,
-        })
+        device.create_buffer(&wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false })
     };
     let target = buffer(BUFFER, wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST);
-    let ring: Vec<_> = (0..RING)
-        .map(|_| {
-            buffer(
-                CHUNK as u64,
-                wgpu::BufferUsages::MAP_WRITE | wgpu::BufferUsages::COPY_SRC,
-            )
-        })
-        .collect();
+    let ring: Vec<_> =
+        (0..RING).map(|_| buffer(CHUNK as u64, wgpu::BufferUsages::MAP_WRITE | wgpu::BufferUsages::COPY_SRC)).collect();
     if let Some(error) = scope.pop().await {
-        bail!(
-            "{} of device memory could not be had: {error}",
-            ebbtide::error::Bytes(BUFFER)
-        );
+        bail!("{} of device memory could not be had: {error}", ebbtide::error::Bytes(BUFFER));
     }
     let source = vec![0x5a; CHUNK];
     let mut rates = Vec::new();
@@ -226,10 +192,7 @@ fn fill(device: &wgpu::Device, staging: &wgpu::Buffer, source: &[u8]) -> anyhow:
 }
 
 fn wait(device: &wgpu::Device) -> anyhow::Result<()> {
-    device.poll(wgpu::PollType::Wait {
-        submission_index: None,
-        timeout: Some(Duration::from_secs(60)),
-    })?;
+    device.poll(wgpu::PollType::Wait { submission_index: None, timeout: Some(Duration::from_secs(60)) })?;
     Ok(())
 }
 

@@ -161,8 +161,17 @@ fn print(r: &ProbeReport) {
     println!();
     println!("adapter          {}", r.adapter);
     println!("weights          {}", Bytes(r.weight_bytes));
-    println!("held             {} ({:.4} of the weights)", Bytes(r.held_bytes), r.held_bytes as f64 / r.weight_bytes as f64);
-    println!("peak             {} ({:.4}; planned {})", Bytes(r.peak_bytes), r.peak_bytes as f64 / r.weight_bytes as f64, Bytes(r.planned_peak_bytes));
+    println!(
+        "held             {} ({:.4} of the weights)",
+        Bytes(r.held_bytes),
+        r.held_bytes as f64 / r.weight_bytes as f64
+    );
+    println!(
+        "peak             {} ({:.4}; planned {})",
+        Bytes(r.peak_bytes),
+        r.peak_bytes as f64 / r.weight_bytes as f64,
+        Bytes(r.planned_peak_bytes)
+    );
     println!("largest fold     {}", Bytes(r.largest_fold_bytes));
     println!("staging          {}", Bytes(r.staging_bytes));
     println!("witness          peak {}, held {}: {}", mib(r.witness.peak), mib(r.witness.held), r.witness.what);
@@ -323,12 +332,7 @@ pub async fn measure(args: &CompileArgs, cancel: &Cancel) -> anyhow::Result<Prob
         max_abs_diff: difference(&y, &want),
         same_bits: y.iter().map(|v| v.to_bits()).eq(want.iter().map(|v| v.to_bits())),
         stages,
-        witness: WitnessReport {
-            what: testimony.what,
-            baseline,
-            peak: over(testimony.peak_bytes),
-            held: witness_held,
-        },
+        witness: WitnessReport { what: testimony.what, baseline, peak: over(testimony.peak_bytes), held: witness_held },
         seconds,
         report,
         floor_bytes,
@@ -440,8 +444,9 @@ fn make_file(path: &Path, args: &CompileArgs, cancel: &Cancel) -> ebbtide::Resul
         Stored::F32 => DType::F32,
     };
     let digits = args.layers.to_string().len();
-    let specs: Vec<TensorSpec> =
-        (0..args.layers).map(|i| TensorSpec::new(format!("layers.{i:0digits$}.weight"), dtype, [width, width])).collect();
+    let specs: Vec<TensorSpec> = (0..args.layers)
+        .map(|i| TensorSpec::new(format!("layers.{i:0digits$}.weight"), dtype, [width, width]))
+        .collect();
     let mut out = Writer::new(File::create(path).map_err(io)?, &name, &specs, &BTreeMap::new())?;
     let bytes = width * width * dtype.size();
     let mut progress = Progress::new("writing weights", u64::from(args.layers));

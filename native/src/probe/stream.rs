@@ -158,13 +158,20 @@ pub async fn measure(args: &StreamArgs, cancel: &Cancel) -> anyhow::Result<Strea
     check_shapes(&catalog, 0, &down, &DOWN)?;
     check_shapes(&catalog, 1, &up, &UP)?;
     if let Some(out) = &args.out {
-        let inputs: Vec<&Path> = [Some(&down), Some(&up), args.x.as_ref()].into_iter().flatten().map(|p| p.as_path()).collect();
+        let inputs: Vec<&Path> =
+            [Some(&down), Some(&up), args.x.as_ref()].into_iter().flatten().map(|p| p.as_path()).collect();
         engine::refuse_overwriting("--out", out, &inputs)?;
     }
     let program = founding_program(&catalog, args.rounds, args.manual)?;
     // The plan comes first: a budget that cannot be kept is refused before any GPU work.
     let options = Options { once: true, keep_free_0: args.keep_free_0, ..Options::default() };
-    compile::compile_with(std::slice::from_ref(&program), &catalog, &ebbtide::Caps::webgpu_defaults(), budget, options)?;
+    compile::compile_with(
+        std::slice::from_ref(&program),
+        &catalog,
+        &ebbtide::Caps::webgpu_defaults(),
+        budget,
+        options,
+    )?;
 
     let device = engine::open_device(args.device.as_deref()).await?;
     let set = compile::compile_with(&[program], &catalog, device.caps(), budget, options)?;
@@ -248,7 +255,13 @@ fn check_shapes(catalog: &Catalog, index: usize, file: &Path, want: &[(&str, [u6
     for (name, shape) in want {
         let weight = catalog.weight(segment.weight(name)?);
         if weight.shape != shape || weight.dtype != DType::F32 {
-            return refuse(name, format!("it is {:?} of shape {:?}, but the program needs F32 of shape {shape:?}", weight.dtype, weight.shape));
+            return refuse(
+                name,
+                format!(
+                    "it is {:?} of shape {:?}, but the program needs F32 of shape {shape:?}",
+                    weight.dtype, weight.shape
+                ),
+            );
         }
     }
     Ok(())
@@ -262,7 +275,10 @@ async fn read_x(file: &Path) -> ebbtide::Result<Vec<f32>> {
         return Err(Error::Format {
             file: file.display().to_string(),
             tensor: Some("x".into()),
-            reason: format!("it is {:?} of shape {:?}, but the program needs F32 of shape {X:?}", weight.dtype, weight.shape),
+            reason: format!(
+                "it is {:?} of shape {:?}, but the program needs F32 of shape {X:?}",
+                weight.dtype, weight.shape
+            ),
         });
     }
     let bytes = catalog.read(id).await?;

@@ -26,11 +26,7 @@ pub fn attention<T: Real>(p: &Params, q: &[T], k: &[T], v: &[T], rows: &[u32], o
                     let scores: Vec<T> = range
                         .clone()
                         .map(|j| {
-                            if seen(j) {
-                                dot(q, &k[k_at(j)..][..d]) * T::of(f64::from(p.scale))
-                            } else {
-                                T::of(-1e30)
-                            }
+                            if seen(j) { dot(q, &k[k_at(j)..][..d]) * T::of(f64::from(p.scale)) } else { T::of(-1e30) }
                         })
                         .collect();
                     let raised = scores.iter().fold(top, |m, s| m.max(*s));

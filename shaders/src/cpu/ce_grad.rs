@@ -13,11 +13,7 @@ pub fn ce_grad<T: Real>(p: &Params, logits: &[T], stats: &[T], labels: &[i32], d
             let share = (logits[at] - stats[3 * token]).exp() / stats[3 * token + 1];
             let hit = i64::from(labels[token]) == i64::from(p.first) + col as i64;
             let target = if hit { T::one() } else { T::zero() };
-            dlogits[at] = if labels[token] < 0 {
-                T::zero()
-            } else {
-                (share - target) * factor
-            };
+            dlogits[at] = if labels[token] < 0 { T::zero() } else { (share - target) * factor };
         }
     }
 }

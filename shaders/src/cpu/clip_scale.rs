@@ -10,10 +10,6 @@ pub fn clip_scale<T: Real>(p: &Params, partials: &[T]) -> (T, T) {
     let scale = T::of(f64::from(p.scale));
     let limit = T::of(f64::from(p.max_norm));
     let norm = sum.sqrt() * scale;
-    let factor = if limit > T::zero() && norm > limit {
-        limit / norm
-    } else {
-        T::one()
-    };
+    let factor = if limit > T::zero() && norm > limit { limit / norm } else { T::one() };
     (factor * scale, norm)
 }

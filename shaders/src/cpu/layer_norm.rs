@@ -15,11 +15,8 @@ pub fn layer_norm<T: Real>(p: &Params, x: &[T], w: &[T], bias: &[T], y: &mut [T]
         for i in 0..n {
             let scaled = (x[i] - mean) * r;
             let weight = w[p.w_off as usize + i];
-            y[row * n + i] = if p.has_bias == 1 {
-                scaled.fma(weight, bias[p.bias_off as usize + i])
-            } else {
-                scaled * weight
-            };
+            y[row * n + i] =
+                if p.has_bias == 1 { scaled.fma(weight, bias[p.bias_off as usize + i]) } else { scaled * weight };
         }
     }
 }

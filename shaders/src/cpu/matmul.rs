@@ -20,11 +20,8 @@ pub fn matmul<T: Real>(p: &Params, a: &[T], b: &[T], bias: &[T], c: &mut [T]) {
                         acc = x.fma(w, acc);
                     }
                     let alpha = T::of(f64::from(p.alpha));
-                    c[at] = if p.has_bias == 1 {
-                        alpha.fma(acc, bias[(p.bias_off + col) as usize])
-                    } else {
-                        alpha * acc
-                    };
+                    c[at] =
+                        if p.has_bias == 1 { alpha.fma(acc, bias[(p.bias_off + col) as usize]) } else { alpha * acc };
                 }
             }
         }

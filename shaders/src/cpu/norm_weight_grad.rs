@@ -12,11 +12,8 @@ pub fn norm_weight_grad<T: Real>(p: &Params, op: u32, x: &[T], stats: &[T], dy: 
         let mut acc = if p.carry == 1 { *slot } else { T::zero() };
         for row in 0..p.rows as usize {
             let at = row * n + col;
-            acc = if op == GAMMA {
-                dy[at].fma((x[at] - stats[2 * row]) * stats[2 * row + 1], acc)
-            } else {
-                acc + dy[at]
-            };
+            acc =
+                if op == GAMMA { dy[at].fma((x[at] - stats[2 * row]) * stats[2 * row + 1], acc) } else { acc + dy[at] };
         }
         *slot = acc;
     }

@@ -19,21 +19,14 @@ pub fn reduce<T: Real>(p: &Params, op: u32, a: &[T], out: &mut [T]) {
                     return ((lane..count).step_by(LANES).fold(T::zero(), |sum, i| sum + load(i)), 0);
                 }
                 let start = lane.min(count - 1);
-                (start..count)
-                    .step_by(LANES)
-                    .skip(1)
-                    .fold((load(start), start), |best, i| better(best, (load(i), i)))
+                (start..count).step_by(LANES).skip(1).fold((load(start), start), |best, i| better(best, (load(i), i)))
             })
             .collect();
         let mut step = LANES / 2;
         while step > 0 {
             for lane in 0..step {
                 let (x, y) = (lanes[lane], lanes[lane + step]);
-                lanes[lane] = if op == SUM || op == MEAN {
-                    (x.0 + y.0, 0)
-                } else {
-                    better(x, y)
-                };
+                lanes[lane] = if op == SUM || op == MEAN { (x.0 + y.0, 0) } else { better(x, y) };
             }
             step /= 2;
         }

@@ -14,11 +14,7 @@ pub fn rope<T: Real>(p: &Params, interleaved: bool, x: &[T], cosines: &[T], sine
                 for pair in 0..p.half as usize {
                     let tab = (p.tab_off + row * p.tab_b + position * p.tab_t) as usize + pair;
                     let s = if p.inverse == 1 { -sines[tab] } else { sines[tab] };
-                    let (i, j) = if interleaved {
-                        (2 * pair, 2 * pair + 1)
-                    } else {
-                        (pair, pair + p.half as usize)
-                    };
+                    let (i, j) = if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + p.half as usize) };
                     y[i] = x[i].fma(cosines[tab], x[j] * -s);
                     y[j] = x[j].fma(cosines[tab], x[i] * s);
                 }

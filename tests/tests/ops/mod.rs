@@ -13,10 +13,7 @@ use ebbtide_tests::engine::{self, Data, same_bits, wait};
 use ebbtide_tests::kernel::{STRICT, Tolerance, near};
 
 /// Chains of several kernels, and gradients against differences of the reference: the rounding of each stage adds up.
-pub const CHAIN: Tolerance = Tolerance {
-    rel: 3e-5,
-    of_largest: 1e-5,
-};
+pub const CHAIN: Tolerance = Tolerance { rel: 3e-5, of_largest: 1e-5 };
 /// Step of the central differences in f64: their error is near 1e-10 of the value's curvature.
 const STEP: f64 = 1e-5;
 /// Elements of each operand whose gradient is compared.
@@ -31,10 +28,7 @@ pub enum Given {
 
 impl Given {
     pub fn random(seed: u64, shape: &[u64], scale: f32) -> Given {
-        Given::F32(
-            shape.to_vec(),
-            engine::random(seed, shape.iter().product::<u64>() as usize, scale),
-        )
+        Given::F32(shape.to_vec(), engine::random(seed, shape.iter().product::<u64>() as usize, scale))
     }
 
     pub fn ints(shape: &[u64], values: &[i32]) -> Given {
@@ -82,16 +76,7 @@ impl<'a> Case<'a> {
         build: Build<'a>,
         reference: Reference<'a>,
     ) -> Self {
-        Case {
-            name: name.into(),
-            given,
-            wrt,
-            build,
-            reference,
-            catalog: None,
-            tolerance: STRICT,
-            slopes: CHAIN,
-        }
+        Case { name: name.into(), given, wrt, build, reference, catalog: None, tolerance: STRICT, slopes: CHAIN }
     }
 }
 
@@ -102,10 +87,7 @@ pub fn no_weights() -> Catalog {
 
 /// The device's capabilities with every submission and dispatch as short as it can be.
 pub fn cut(device: &Device) -> Caps {
-    Caps {
-        work_per_submission: 1,
-        ..device.caps().clone()
-    }
+    Caps { work_per_submission: 1, ..device.caps().clone() }
 }
 
 pub fn inputs(g: &mut Graph, given: &[Given]) -> Vec<Tensor> {
@@ -125,26 +107,16 @@ pub fn run(
     given: &[Given],
     extra: &[(&str, &[u8])],
 ) -> Vec<Outputs> {
-    let options = Options {
-        once: true,
-        ..Options::default()
-    };
+    let options = Options { once: true, ..Options::default() };
     let set = compile::compile_with(programs, catalog, caps, Budget::All, options).unwrap();
     let mut session = wait(Session::new(device, catalog, set)).unwrap();
     let mut out = Vec::new();
     for (i, program) in programs.iter().enumerate() {
         let names: Vec<String> = (0..given.len()).map(|i| format!("x{i}")).collect();
-        let mut all: Vec<(&str, &[u8])> = names
-            .iter()
-            .map(String::as_str)
-            .zip(given.iter().map(Given::bytes))
-            .collect();
+        let mut all: Vec<(&str, &[u8])> =
+            names.iter().map(String::as_str).zip(given.iter().map(Given::bytes)).collect();
         all.extend(extra);
-        let wanted: Vec<String> = session.set().plans[i]
-            .inputs
-            .iter()
-            .map(|p| p.name.to_string())
-            .collect();
+        let wanted: Vec<String> = session.set().plans[i].inputs.iter().map(|p| p.name.to_string()).collect();
         all.retain(|(n, _)| wanted.iter().any(|w| w == n));
         out.push(
             wait(session.run(i, &all, &Cancel::new(), &mut Vec::new()))
@@ -178,24 +150,15 @@ pub fn check(device: &Device, case: &Case<'_>) {
         let c = g.input("factor", shape.dims()).unwrap();
         let loss = g.mul(y, c).and_then(|l| g.sum(l)).unwrap();
         let wrt: Vec<Tensor> = case.wrt.iter().map(|i| x[*i]).collect();
-        programs.push(
-            g.value_and_grad(loss, &wrt)
-                .unwrap_or_else(|e| panic!("{name}: {e}"))
-                .named("step"),
-        );
+        programs.push(g.value_and_grad(loss, &wrt).unwrap_or_else(|e| panic!("{name}: {e}")).named("step"));
     }
     let extra = [("factor", bytemuck::cast_slice(&factor))];
     let got = run(device, catalog, device.caps(), &programs, &case.given, &extra);
     near(name, &got[0].f32("y").unwrap(), &want, case.tolerance);
 
     if let Some(step) = got.get(1) {
-        let loss = |x: &[Vec<f64>]| -> f64 {
-            (case.reference)(x)
-                .iter()
-                .zip(&factor)
-                .map(|(y, c)| y * f64::from(*c))
-                .sum()
-        };
+        let loss =
+            |x: &[Vec<f64>]| -> f64 { (case.reference)(x).iter().zip(&factor).map(|(y, c)| y * f64::from(*c)).sum() };
         for (k, operand) in case.wrt.iter().enumerate() {
             let n = numbers[*operand].len();
             let stride = n.div_ceil(SAMPLES).max(1);
@@ -212,22 +175,13 @@ pub fn check(device: &Device, case: &Case<'_>) {
             let all = step.f32(&format!("grad.{k}")).unwrap();
             assert_eq!(all.len(), n, "{name}: gradient of operand {operand}");
             let got: Vec<f32> = sampled.iter().map(|i| all[*i]).collect();
-            near(
-                &format!("{name}: gradient of operand {operand}"),
-                &got,
-                &want,
-                case.slopes,
-            );
+            near(&format!("{name}: gradient of operand {operand}"), &got, &want, case.slopes);
         }
     }
     let pieces = run(device, catalog, &cut(device), &programs, &case.given, &extra);
     for (whole, cut) in got.iter().zip(&pieces) {
         for (name, bytes) in names(whole) {
-            same_bits(
-                &format!("{} cut small, {name}", case.name),
-                cut.bytes(&name).unwrap(),
-                bytes,
-            );
+            same_bits(&format!("{} cut small, {name}", case.name), cut.bytes(&name).unwrap(), bytes);
         }
     }
 }
@@ -235,9 +189,7 @@ pub fn check(device: &Device, case: &Case<'_>) {
 fn names(out: &Outputs) -> Vec<(String, &[u8])> {
     let mut all = vec!["y".to_string(), "loss".to_string()];
     all.extend((0..8).map(|i| format!("grad.{i}")));
-    all.into_iter()
-        .filter_map(|n| out.bytes(&n).ok().map(|b| (n.clone(), b)))
-        .collect()
+    all.into_iter().filter_map(|n| out.bytes(&n).ok().map(|b| (n.clone(), b))).collect()
 }
 
 /// A tensor of a file in a dtype, and its values as stored.
@@ -246,32 +198,15 @@ pub fn stored(name: &str, dtype: DType, shape: &[u64], values: &[f32]) -> (Data,
     let (bytes, kept): (Vec<u8>, Vec<f64>) = match dtype {
         DType::F16 => {
             let half: Vec<half::f16> = values.iter().map(|v| half::f16::from_f32(*v)).collect();
-            (
-                half.iter().flat_map(|h| h.to_le_bytes()).collect(),
-                half.iter().map(|h| h.to_f64()).collect(),
-            )
+            (half.iter().flat_map(|h| h.to_le_bytes()).collect(), half.iter().map(|h| h.to_f64()).collect())
         }
         DType::BF16 => {
             let half: Vec<half::bf16> = values.iter().map(|v| half::bf16::from_f32(*v)).collect();
-            (
-                half.iter().flat_map(|h| h.to_le_bytes()).collect(),
-                half.iter().map(|h| h.to_f64()).collect(),
-            )
+            (half.iter().flat_map(|h| h.to_le_bytes()).collect(), half.iter().map(|h| h.to_f64()).collect())
         }
-        _ => (
-            bytemuck::cast_slice(values).to_vec(),
-            values.iter().map(|v| f64::from(*v)).collect(),
-        ),
+        _ => (bytemuck::cast_slice(values).to_vec(), values.iter().map(|v| f64::from(*v)).collect()),
     };
-    (
-        Data {
-            name: name.into(),
-            dtype,
-            shape: shape.into(),
-            bytes,
-        },
-        kept,
-    )
+    (Data { name: name.into(), dtype, shape: shape.into(), bytes }, kept)
 }
 
 /// The dtypes of weights.

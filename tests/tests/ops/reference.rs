@@ -42,10 +42,7 @@ pub fn rms_norm(x: &[f64], w: &[f64], eps: f64, plus: f64) -> Vec<f64> {
         .flat_map(|row| {
             let mean = row.iter().map(|v| v * v).sum::<f64>() / row.len() as f64;
             let r = 1.0 / (mean + eps).sqrt();
-            row.iter()
-                .zip(w)
-                .map(move |(v, w)| v * r * (w + plus))
-                .collect::<Vec<_>>()
+            row.iter().zip(w).map(move |(v, w)| v * r * (w + plus)).collect::<Vec<_>>()
         })
         .collect()
 }
@@ -56,9 +53,7 @@ pub fn layer_norm(x: &[f64], w: &[f64], bias: Option<&[f64]>, eps: f64) -> Vec<f
             let n = row.len() as f64;
             let mean = row.iter().sum::<f64>() / n;
             let r = 1.0 / (row.iter().map(|v| (v - mean) * (v - mean)).sum::<f64>() / n + eps).sqrt();
-            (0..row.len())
-                .map(|i| (row[i] - mean) * r * w[i] + bias.map_or(0.0, |b| b[i]))
-                .collect::<Vec<_>>()
+            (0..row.len()).map(|i| (row[i] - mean) * r * w[i] + bias.map_or(0.0, |b| b[i])).collect::<Vec<_>>()
         })
         .collect()
 }
@@ -73,11 +68,7 @@ pub fn rope(x: &[f64], dims: [usize; 4], cos: &[f64], sin: &[f64], half: usize, 
             for ih in 0..h {
                 let at = ((ib * t + it) * h + ih) * d;
                 for i in 0..half {
-                    let tab = if rows > 1 {
-                        (ib * t + it) * half + i
-                    } else {
-                        it * half + i
-                    };
+                    let tab = if rows > 1 { (ib * t + it) * half + i } else { it * half + i };
                     let (p, q) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + half) };
                     y[at + p] = x[at + p] * cos[tab] - x[at + q] * sin[tab];
                     y[at + q] = x[at + q] * cos[tab] + x[at + p] * sin[tab];
@@ -124,10 +115,8 @@ pub fn attention(
                     .collect();
                 let at = ((ib * t + it) * h + ih) * d;
                 let key = |j: usize| ((ib * s + j) * hk + kv) * d;
-                let scores: Vec<f64> = seen
-                    .iter()
-                    .map(|j| (0..d).map(|i| q[at + i] * k[key(*j) + i]).sum::<f64>() * scale)
-                    .collect();
+                let scores: Vec<f64> =
+                    seen.iter().map(|j| (0..d).map(|i| q[at + i] * k[key(*j) + i]).sum::<f64>() * scale).collect();
                 if scores.is_empty() {
                     continue;
                 }
@@ -144,11 +133,7 @@ pub fn attention(
 
 /// Σ weight · (log Σ exp(logits) − label's logit); masked where the label is negative.
 pub fn cross_entropy(h: &[f64], head: &[f64], d: usize, labels: &[f64], weight: &[f64]) -> f64 {
-    token_losses(h, head, d, labels)
-        .iter()
-        .zip(weight)
-        .map(|(l, w)| l * w)
-        .sum()
+    token_losses(h, head, d, labels).iter().zip(weight).map(|(l, w)| l * w).sum()
 }
 
 pub fn token_losses(h: &[f64], head: &[f64], d: usize, labels: &[f64]) -> Vec<f64> {
@@ -161,11 +146,7 @@ pub fn token_losses(h: &[f64], head: &[f64], d: usize, labels: &[f64]) -> Vec<f6
             let row = &logits[i * v..][..v];
             let top = row.iter().fold(f64::MIN, |m, x| m.max(*x));
             let sum: f64 = row.iter().map(|x| (x - top).exp()).sum();
-            if *label < 0.0 {
-                0.0
-            } else {
-                top + sum.ln() - row[*label as usize]
-            }
+            if *label < 0.0 { 0.0 } else { top + sum.ln() - row[*label as usize] }
         })
         .collect()
 }

@@ -113,9 +113,9 @@ pub(crate) fn analyse(
         number.push(loop {
             let ids = number_constants(program, live, &written, &mut interner, catalog);
             let graph = &program.graph;
-            let writers = (0..ids.len() as u32).map(Tensor).filter(|t| {
-                live[t.index()] && ids[t.index()].is_none() && graph.node(*t).into.is_some()
-            });
+            let writers = (0..ids.len() as u32)
+                .map(Tensor)
+                .filter(|t| live[t.index()] && ids[t.index()].is_none() && graph.node(*t).into.is_some());
             let found: BTreeSet<Tensor> = writers.map(|t| graph.storage(t).0).collect();
             if found.is_subset(&written) {
                 break ids;
@@ -141,7 +141,8 @@ pub(crate) fn analyse(
                 entry.base_places.push((p, base));
             }
             let (_, view) = graph.storage(t);
-            entry.raw |= view.offset == 0 && view.is_dense(&graph.node(t).shape) && graph.bytes_of(t) == graph.bytes_of(base);
+            entry.raw |=
+                view.offset == 0 && view.is_dense(&graph.node(t).shape) && graph.bytes_of(t) == graph.bytes_of(base);
             let places = entry.views.entry(view_id).or_default();
             if !places.contains(&(p, t)) {
                 places.push((p, t));
@@ -212,7 +213,11 @@ pub(crate) fn analyse(
         });
         let Some(i) = refused else { break };
         let fold = candidates.remove(i);
-        let reason = if fold.layout { "the weight has other uses; kernels read its layout" } else { "the result would be larger than what it frees" };
+        let reason = if fold.layout {
+            "the weight has other uses; kernels read its layout"
+        } else {
+            "the result would be larger than what it frees"
+        };
         folding.skipped.push((fold.name, reason.into()));
         raw.extend(fold.sources);
     }
@@ -222,7 +227,9 @@ pub(crate) fn analyse(
             if !raw.contains(part) {
                 consumed.insert(*part);
             } else {
-                folding.retained.push((catalog.weight(part.0).name().to_string(), "another use reads it as stored".into()));
+                folding
+                    .retained
+                    .push((catalog.weight(part.0).name().to_string(), "another use reads it as stored".into()));
             }
         }
         if fold.sources.iter().any(|p| raw.contains(p)) {
@@ -260,7 +267,13 @@ fn number_constants(
 /// Ops whose value depends on their operands alone.
 fn is_constant(op: &Op) -> bool {
     match op {
-        Op::Weight { .. } | Op::Fill(_) | Op::Empty | Op::View(_) | Op::MatMul { .. } | Op::Unary(_) | Op::Binary(_) => true,
+        Op::Weight { .. }
+        | Op::Fill(_)
+        | Op::Empty
+        | Op::View(_)
+        | Op::MatMul { .. }
+        | Op::Unary(_)
+        | Op::Binary(_) => true,
         Op::Scale(_) | Op::FillFrom { .. } | Op::Reduce { .. } | Op::Cast | Op::Select | Op::Place => true,
         Op::Input { .. } | Op::LoadRows { .. } | Op::State(_) | Op::Folded(_) | Op::Hook { .. } => false,
         // A fused operation may be random or write state; its operands fold all the same.
@@ -354,9 +367,7 @@ impl Folding {
             for t in cone.iter().copied() {
                 let node = from.node(t);
                 let new = match &node.op {
-                    Op::Weight { parts, .. } => {
-                        out.weight(&segment, &part_name(parts[0].weight))?
-                    }
+                    Op::Weight { parts, .. } => out.weight(&segment, &part_name(parts[0].weight))?,
                     // The storage that a chain of writes begins with is the fold's own.
                     Op::Empty if base == fold.at.1 && from.storage(base).0 == t => target,
                     // A function followed by a cast alone is one kernel: it rounds once either way.
@@ -395,11 +406,8 @@ fn part_name(weight: WeightId) -> String {
 }
 
 fn source_segment(index: u32, fold: &Fold, catalog: &Catalog) -> Segment {
-    let entries: Vec<SegmentEntry> = fold
-        .sources
-        .iter()
-        .map(|(id, piece)| catalog.entry(Arc::from(part_name(*id)), *id, *piece))
-        .collect();
+    let entries: Vec<SegmentEntry> =
+        fold.sources.iter().map(|(id, piece)| catalog.entry(Arc::from(part_name(*id)), *id, *piece)).collect();
     Segment {
         // Counted down from the end, where no catalog's own segments are.
         id: SegmentId(u32::MAX - 1 - index),

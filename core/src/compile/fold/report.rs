@@ -46,7 +46,14 @@ impl fmt::Display for CompileReport {
         for stage in &self.stages {
             writeln!(f, "{:<28} {:>20}", stage.name, stage.bytes)?;
         }
-        writeln!(f, "folded {}, freed {}, held {}, peak {}", self.folded.len(), Bytes(self.freed_bytes), Bytes(self.held_bytes), Bytes(self.peak_bytes))?;
+        writeln!(
+            f,
+            "folded {}, freed {}, held {}, peak {}",
+            self.folded.len(),
+            Bytes(self.freed_bytes),
+            Bytes(self.held_bytes),
+            Bytes(self.peak_bytes)
+        )?;
         if self.duplicated_bytes > 0 {
             writeln!(f, "duplicated {}", Bytes(self.duplicated_bytes))?;
         }

@@ -25,15 +25,11 @@ impl Fields {
     /// Parses the text of a file that holds one object.
     pub fn parse(file: &str, text: &[u8]) -> Result<Fields> {
         let mut json = serde_json::Deserializer::from_slice(text);
-        let parsed = Unique
-            .deserialize(&mut json)
-            .and_then(|value| json.end().map(|()| value));
+        let parsed = Unique.deserialize(&mut json).and_then(|value| json.end().map(|()| value));
         match parsed {
-            Ok(Value::Object(object)) => Ok(Fields {
-                file: file.into(),
-                path: String::new(),
-                left: object.into_iter().collect(),
-            }),
+            Ok(Value::Object(object)) => {
+                Ok(Fields { file: file.into(), path: String::new(), left: object.into_iter().collect() })
+            }
             Ok(_) => Err(format_error(file, None, "it holds no JSON object")),
             Err(e) => Err(format_error(file, None, format!("not valid JSON: {e}"))),
         }
@@ -75,8 +71,7 @@ impl Fields {
 
     /// As [`Fields::integer`], but it must be there.
     pub fn required(&mut self, field: &str, range: std::ops::RangeInclusive<u64>) -> Result<u64> {
-        self.integer(field, range)?
-            .ok_or_else(|| self.error(field, "it is missing"))
+        self.integer(field, range)?.ok_or_else(|| self.error(field, "it is missing"))
     }
 
     /// A finite number of at least 0.
@@ -111,10 +106,10 @@ impl Fields {
     /// A flag of which only one state is supported; absent is that state.
     pub fn only(&mut self, field: &str, supported: bool) -> Result<()> {
         match self.flag(field)? {
-            Some(flag) if flag != supported => Err(self.error(
-                field,
-                format_args!("{flag} changes the result and is not supported; only {supported} is"),
-            )),
+            Some(flag) if flag != supported => {
+                Err(self
+                    .error(field, format_args!("{flag} changes the result and is not supported; only {supported} is")))
+            }
             _ => Ok(()),
         }
     }
@@ -143,12 +138,8 @@ impl Fields {
         let Some(value) = self.value(field) else {
             return Ok(None);
         };
-        let texts = value
-            .as_array()
-            .and_then(|list| list.iter().map(|v| v.as_str().map(str::to_owned)).collect());
-        texts
-            .map(Some)
-            .ok_or_else(|| self.wrong(field, "a list of texts", &value))
+        let texts = value.as_array().and_then(|list| list.iter().map(|v| v.as_str().map(str::to_owned)).collect());
+        texts.map(Some).ok_or_else(|| self.wrong(field, "a list of texts", &value))
     }
 
     /// Token ids: a number or a list of numbers; empty if absent.

@@ -35,56 +35,25 @@ fn refused(config: &Value, field: &str) -> String {
     let error = parse(config).unwrap_err();
     let text = error.to_string();
     assert_eq!(error.code(), "format", "{text}");
-    assert!(
-        text.starts_with("m/config.json: field `") && text.contains(&format!("{field}`")),
-        "{field}: {text}"
-    );
+    assert!(text.starts_with("m/config.json: field `") && text.contains(&format!("{field}`")), "{field}: {text}");
     text
 }
 
 #[test]
 fn absent_fields_have_the_defaults_of_the_family() {
     let llama = parse(&base()).unwrap();
-    assert_eq!(
-        (llama.head_dim, llama.eps, llama.tied, llama.max_positions),
-        (16, 1e-6, false, 2048)
-    );
-    assert_eq!(
-        llama.rope,
-        RopeConfig {
-            theta: 10_000.0,
-            scaling: RopeScaling::None
-        }
-    );
-    assert_eq!(
-        (llama.biases, llama.qk_norm, llama.window(0)),
-        (Biases::default(), false, None)
-    );
-    assert_eq!(
-        (llama.activation, llama.bos, llama.eos.len()),
-        (Activation::Silu, None, 0)
-    );
+    assert_eq!((llama.head_dim, llama.eps, llama.tied, llama.max_positions), (16, 1e-6, false, 2048));
+    assert_eq!(llama.rope, RopeConfig { theta: 10_000.0, scaling: RopeScaling::None });
+    assert_eq!((llama.biases, llama.qk_norm, llama.window(0)), (Biases::default(), false, None));
+    assert_eq!((llama.activation, llama.bos, llama.eos.len()), (Activation::Silu, None, 0));
     let qwen3 = parse(&of(Family::Qwen3, json!({}))).unwrap();
-    assert_eq!(
-        (qwen3.head_dim, qwen3.qk_norm, qwen3.biases),
-        (128, true, Biases::default())
-    );
+    assert_eq!((qwen3.head_dim, qwen3.qk_norm, qwen3.biases), (128, true, Biases::default()));
     let qwen2 = parse(&of(Family::Qwen2, json!({}))).unwrap();
-    assert_eq!(
-        qwen2.biases,
-        Biases {
-            qkv: true,
-            o: false,
-            mlp: false
-        }
-    );
+    assert_eq!(qwen2.biases, Biases { qkv: true, o: false, mlp: false });
     let gpt2 =
         json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128, "vocab_size": 512 });
     let gpt2 = parse(&gpt2).unwrap();
-    assert_eq!(
-        (gpt2.ffn, gpt2.tied, gpt2.activation, gpt2.eps),
-        (256, true, Activation::GeluTanh, 1e-5)
-    );
+    assert_eq!((gpt2.ffn, gpt2.tied, gpt2.activation, gpt2.eps), (256, true, Activation::GeluTanh, 1e-5));
 }
 
 #[test]
@@ -93,25 +62,12 @@ fn both_styles_of_rotary_fields_read_the_same() {
         "original_max_position_embeddings": 8192 });
     let mut new = scaling.clone();
     new["rope_theta"] = json!(500_000.0);
-    let hub = parse(&with(
-        json!({ "rope_theta": 500_000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16" }),
-    ))
-    .unwrap();
+    let hub =
+        parse(&with(json!({ "rope_theta": 500_000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16" }))).unwrap();
     let five = parse(&with(json!({ "rope_parameters": new, "dtype": "bfloat16" }))).unwrap();
     assert_eq!(hub, five);
-    let expected = RopeScaling::Llama3 {
-        factor: 8.0,
-        low: 1.0,
-        high: 4.0,
-        original: 8192.0,
-    };
-    assert_eq!(
-        five.rope,
-        RopeConfig {
-            theta: 500_000.0,
-            scaling: expected
-        }
-    );
+    let expected = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 8192.0 };
+    assert_eq!(five.rope, RopeConfig { theta: 500_000.0, scaling: expected });
     let linear = parse(&with(json!({ "rope_scaling": { "type": "linear", "factor": 2 } }))).unwrap();
     assert_eq!(linear.rope.scaling, RopeScaling::Linear { factor: 2.0 });
 }
@@ -119,46 +75,25 @@ fn both_styles_of_rotary_fields_read_the_same() {
 #[test]
 fn rotary_fields_that_contradict_or_are_not_known_are_refused() {
     for (fields, field) in [
-        (
-            json!({ "rope_scaling": { "type": "yarn", "factor": 4.0 } }),
-            "rope_scaling.rope_type",
-        ),
-        (
-            json!({ "rope_scaling": { "type": "dynamic", "factor": 4.0 } }),
-            "rope_scaling.rope_type",
-        ),
+        (json!({ "rope_scaling": { "type": "yarn", "factor": 4.0 } }), "rope_scaling.rope_type"),
+        (json!({ "rope_scaling": { "type": "dynamic", "factor": 4.0 } }), "rope_scaling.rope_type"),
         (
             json!({ "rope_scaling": { "type": "linear", "rope_type": "llama3", "factor": 4.0 } }),
             "rope_scaling.rope_type",
         ),
         (json!({ "rope_scaling": { "type": "linear" } }), "rope_scaling.factor"),
         (json!({ "rope_scaling": { "factor": 2.0 } }), "rope_scaling.rope_type"),
-        (
-            json!({ "rope_scaling": { "type": "default", "mrope_section": [1, 2] } }),
-            "rope_scaling.mrope_section",
-        ),
+        (json!({ "rope_scaling": { "type": "default", "mrope_section": [1, 2] } }), "rope_scaling.mrope_section"),
         (
             json!({ "rope_scaling": { "rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
             "original_max_position_embeddings": 8192 } }),
             "rope_scaling.high_freq_factor",
         ),
-        (
-            json!({ "rope_theta": 1.0, "rope_parameters": { "rope_theta": 2.0 } }),
-            "rope_parameters.rope_theta",
-        ),
-        (
-            json!({ "rope_parameters": { "rope_theta": 2.0 }, "rope_scaling": { "rope_theta": 3.0 } }),
-            "rope_scaling",
-        ),
-        (
-            json!({ "rope_parameters": { "full_attention": { "rope_theta": 2.0 } } }),
-            "rope_parameters.full_attention",
-        ),
+        (json!({ "rope_theta": 1.0, "rope_parameters": { "rope_theta": 2.0 } }), "rope_parameters.rope_theta"),
+        (json!({ "rope_parameters": { "rope_theta": 2.0 }, "rope_scaling": { "rope_theta": 3.0 } }), "rope_scaling"),
+        (json!({ "rope_parameters": { "full_attention": { "rope_theta": 2.0 } } }), "rope_parameters.full_attention"),
         (json!({ "rope_theta": 0 }), "rope_theta"),
-        (
-            json!({ "rope_parameters": { "partial_rotary_factor": 0.5 } }),
-            "rope_parameters.partial_rotary_factor",
-        ),
+        (json!({ "rope_parameters": { "partial_rotary_factor": 0.5 } }), "rope_parameters.partial_rotary_factor"),
     ] {
         refused(&with(fields), field);
     }
@@ -197,10 +132,7 @@ fn sizes_that_cannot_be_are_refused_by_name() {
         (json!({ "hidden_size": u64::MAX }), "hidden_size"),
         (json!({ "hidden_size": null }), "hidden_size"),
         (json!({ "num_hidden_layers": 1_000_000_000 }), "num_hidden_layers"),
-        (
-            json!({ "num_attention_heads": 5, "num_key_value_heads": 5 }),
-            "num_attention_heads",
-        ),
+        (json!({ "num_attention_heads": 5, "num_key_value_heads": 5 }), "num_attention_heads"),
         (json!({ "num_key_value_heads": 3 }), "num_key_value_heads"),
         (json!({ "num_key_value_heads": 0 }), "num_key_value_heads"),
         (json!({ "head_dim": 15 }), "head_dim"),
@@ -251,50 +183,22 @@ fn the_sliding_window_is_where_the_family_puts_it() {
     let qwen = |fields| windows(&of(Family::Qwen2, fields));
     let used = json!({ "sliding_window": 8, "use_sliding_window": true, "max_window_layers": 3 });
     assert_eq!(qwen(used), [None, None, None, Some(8)]);
-    assert_eq!(
-        qwen(json!({ "sliding_window": 8, "use_sliding_window": false, "max_window_layers": 3 })),
-        [None; 4]
-    );
-    assert_eq!(
-        qwen(json!({ "sliding_window": 8, "use_sliding_window": true })),
-        [None; 4]
-    );
-    let types = json!([
-        "sliding_attention",
-        "full_attention",
-        "full_attention",
-        "sliding_attention"
-    ]);
+    assert_eq!(qwen(json!({ "sliding_window": 8, "use_sliding_window": false, "max_window_layers": 3 })), [None; 4]);
+    assert_eq!(qwen(json!({ "sliding_window": 8, "use_sliding_window": true })), [None; 4]);
+    let types = json!(["sliding_attention", "full_attention", "full_attention", "sliding_attention"]);
     let listed = json!({ "sliding_window": 8, "use_sliding_window": true, "layer_types": types });
     assert_eq!(qwen(listed), [Some(8), None, None, Some(8)]);
     refused(&of(Family::Qwen2, json!({ "layer_types": types })), "layer_types");
-    refused(
-        &of(Family::Qwen2, json!({ "layer_types": ["full_attention"] })),
-        "layer_types",
-    );
+    refused(&of(Family::Qwen2, json!({ "layer_types": ["full_attention"] })), "layer_types");
 }
 
 #[test]
 fn dropout_of_the_base_is_said_and_end_tokens_are_gathered() {
-    let mut config = parse(&with(
-        json!({ "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": [2, 7] }),
-    ))
-    .unwrap();
-    assert!(
-        config.notes.len() == 1 && config.notes[0].contains("attention_dropout is 0.1"),
-        "{:?}",
-        config.notes
-    );
+    let mut config =
+        parse(&with(json!({ "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": [2, 7] }))).unwrap();
+    assert!(config.notes.len() == 1 && config.notes[0].contains("attention_dropout is 0.1"), "{:?}", config.notes);
     assert_eq!((config.bos, config.eos.as_slice()), (Some(1), [2, 7].as_slice()));
-    config
-        .add_end_tokens("g", br#"{"eos_token_id": [7, 9], "do_sample": true}"#)
-        .unwrap();
+    config.add_end_tokens("g", br#"{"eos_token_id": [7, 9], "do_sample": true}"#).unwrap();
     assert_eq!(config.eos, [2, 7, 9]);
-    assert_eq!(
-        config
-            .add_end_tokens("g", b"{\"eos_token_id\": true}")
-            .unwrap_err()
-            .code(),
-        "format"
-    );
+    assert_eq!(config.add_end_tokens("g", b"{\"eos_token_id\": true}").unwrap_err().code(), "format");
 }

@@ -41,11 +41,7 @@ impl Family for Gpt2 {
         let x = f.linear(g, block, "attn.c_attn", x)?;
         // The three parts stand behind one another, as if they were heads: each is a window.
         let x = f.heads(g, x, 3 * n)?;
-        let (q, k, v) = (
-            g.slice(x, 2, 0, n)?,
-            g.slice(x, 2, n, 2 * n)?,
-            g.slice(x, 2, 2 * n, 3 * n)?,
-        );
+        let (q, k, v) = (g.slice(x, 2, 0, n)?, g.slice(x, 2, n, 2 * n)?, g.slice(x, 2, 2 * n, 3 * n)?);
         let a = f.attend(g, block, q, k, v)?;
         let a = f.linear(g, block, "attn.c_proj", a)?;
         let h = g.add(h, a)?;

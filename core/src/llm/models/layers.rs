@@ -60,29 +60,19 @@ impl Forward<'_> {
     }
 
     fn segment(&self, block: usize) -> Result<&Segment> {
-        self.model
-            .blocks
-            .get(block)
-            .ok_or_else(|| super::no_block(block, self.model.blocks.len()))
+        self.model.blocks.get(block).ok_or_else(|| super::no_block(block, self.model.blocks.len()))
     }
 
     /// The linear layer of that path, with its adapter where it has one. x `[b · t, in]`.
     pub fn linear(&self, g: &mut Graph, block: usize, path: &str, x: Tensor) -> Result<Tensor> {
         let Layer::Linear { bias, conv, .. } = self.model.module(path)?.layer else {
-            return Err(Error::Invalid {
-                what: format!("module `{path}`"),
-                reason: "it is not a linear layer".into(),
-            });
+            return Err(Error::Invalid { what: format!("module `{path}`"), reason: "it is not a linear layer".into() });
         };
         let mut w = self.weight(g, block, &format!("{path}.weight"))?;
         if conv {
             w = g.transpose(w)?;
         }
-        let bias = if bias {
-            Some(self.weight(g, block, &format!("{path}.bias"))?)
-        } else {
-            None
-        };
+        let bias = if bias { Some(self.weight(g, block, &format!("{path}.bias"))?) } else { None };
         let Some((adapter, windows)) = &self.adapter else {
             return linear(g, x, w, bias);
         };
@@ -90,49 +80,26 @@ impl Forward<'_> {
             return linear(g, x, w, bias);
         };
         let (Some(a), Some(b)) = (windows.get(site.a).copied(), windows.get(site.b).copied()) else {
-            return Err(Error::Invalid {
-                what: "adapter".into(),
-                reason: "it belongs to another model".into(),
-            });
+            return Err(Error::Invalid { what: "adapter".into(), reason: "it belongs to another model".into() });
         };
         let input = match (self.dropout, adapter.spec().dropout) {
             (Some(inputs), p) if p > 0.0 => {
                 let n = g.shape(x)?.dims()[1];
-                let spec = Dropout {
-                    probability: p,
-                    seed: adapter.spec().seed,
-                    site: site.number,
-                    first_position: 0,
-                };
+                let spec = Dropout { probability: p, seed: adapter.spec().seed, site: site.number, first_position: 0 };
                 let x = g.reshape(x, &[self.rows, self.tokens, n])?;
                 let dropped = dropout(g, x, inputs.rows, inputs.step, spec)?;
                 Some(g.reshape(dropped, &[self.rows * self.tokens, n])?)
             }
             _ => None,
         };
-        linear_lora(
-            g,
-            x,
-            w,
-            bias,
-            Lora {
-                a,
-                b,
-                scale: adapter.spec().scale(),
-                input,
-            },
-        )
+        linear_lora(g, x, w, bias, Lora { a, b, scale: adapter.spec().scale(), input })
     }
 
     /// The norm of that path over the last dimension: by layer where it has a bias, else by root mean square.
     pub fn norm(&self, g: &mut Graph, block: usize, path: &str, x: Tensor) -> Result<Tensor> {
         let has_bias = matches!(self.model.module(path)?.layer, Layer::Norm { bias: true, .. });
         let w = self.weight(g, block, &format!("{path}.weight"))?;
-        let bias = if has_bias {
-            Some(self.weight(g, block, &format!("{path}.bias"))?)
-        } else {
-            None
-        };
+        let bias = if has_bias { Some(self.weight(g, block, &format!("{path}.bias"))?) } else { None };
         self.normalize(g, x, w, bias)
     }
 
@@ -148,11 +115,7 @@ impl Forward<'_> {
     pub fn last_norm(&self, g: &mut Graph, h: Tensor) -> Result<Tensor> {
         let segment = &self.model.head[0];
         let w = g.weight(segment, "norm.weight")?;
-        let bias = if self.model.family.names().norm.1 {
-            Some(g.weight(segment, "norm.bias")?)
-        } else {
-            None
-        };
+        let bias = if self.model.family.names().norm.1 { Some(g.weight(segment, "norm.bias")?) } else { None };
         self.normalize(g, h, w, bias)
     }
 
@@ -167,11 +130,7 @@ impl Forward<'_> {
         for piece in self.head(g)? {
             parts.push(linear(g, h, piece, None)?);
         }
-        if parts.len() == 1 {
-            Ok(parts[0])
-        } else {
-            g.concat(&parts, 1)
-        }
+        if parts.len() == 1 { Ok(parts[0]) } else { g.concat(&parts, 1) }
     }
 
     /// `[b · t, n · d]` as `[b, t, n, d]`.
@@ -182,10 +141,7 @@ impl Forward<'_> {
     /// Turned by the tables of this program.
     pub fn rope(&self, g: &mut Graph, x: Tensor) -> Result<Tensor> {
         let Some((cosines, sines)) = self.tables else {
-            return Err(Error::Invalid {
-                what: "rope".into(),
-                reason: "this family has no rotary positions".into(),
-            });
+            return Err(Error::Invalid { what: "rope".into(), reason: "this family has no rotary positions".into() });
         };
         rope(g, x, cosines, sines, Rope::HalfSplit)
     }
@@ -211,11 +167,7 @@ impl Forward<'_> {
         };
         let window = c.window(block).map_or(0, |w| w as u32);
         let scale = (1.0 / (c.head_dim as f64).sqrt()) as f32;
-        let spec = Attention {
-            causal: true,
-            window,
-            scale,
-        };
+        let spec = Attention { causal: true, window, scale };
         let a = attention(g, q, k, v, self.spans, spec)?;
         g.reshape(a, &[self.rows * self.tokens, c.heads * c.head_dim])
     }

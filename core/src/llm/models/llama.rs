@@ -48,11 +48,7 @@ impl Family for Llama {
         let q = f.linear(g, block, "self_attn.q_proj", x)?;
         let k = f.linear(g, block, "self_attn.k_proj", x)?;
         let v = f.linear(g, block, "self_attn.v_proj", x)?;
-        let (mut q, mut k, v) = (
-            f.heads(g, q, c.heads)?,
-            f.heads(g, k, c.kv_heads)?,
-            f.heads(g, v, c.kv_heads)?,
-        );
+        let (mut q, mut k, v) = (f.heads(g, q, c.heads)?, f.heads(g, k, c.kv_heads)?, f.heads(g, v, c.kv_heads)?);
         if c.qk_norm {
             q = f.norm(g, block, "self_attn.q_norm", q)?;
             k = f.norm(g, block, "self_attn.k_norm", k)?;

@@ -23,12 +23,7 @@ pub(crate) use layers::{DropoutInputs, Forward};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Layer {
     /// A linear layer, stored `[output, input]`, or `[input, output]` where `conv` is set (GPT-2's Conv1D).
-    Linear {
-        input: u64,
-        output: u64,
-        bias: bool,
-        conv: bool,
-    },
+    Linear { input: u64, output: u64, bias: bool, conv: bool },
     /// The gain, perhaps with a bias, of a norm over so many features.
     Norm { width: u64, bias: bool },
 }
@@ -42,51 +37,22 @@ pub(crate) struct Module {
 
 impl Module {
     fn linear(path: &'static str, input: u64, output: u64, bias: bool) -> Module {
-        Module {
-            path,
-            layer: Layer::Linear {
-                input,
-                output,
-                bias,
-                conv: false,
-            },
-        }
+        Module { path, layer: Layer::Linear { input, output, bias, conv: false } }
     }
 
     fn conv(path: &'static str, input: u64, output: u64) -> Module {
-        Module {
-            path,
-            layer: Layer::Linear {
-                input,
-                output,
-                bias: true,
-                conv: true,
-            },
-        }
+        Module { path, layer: Layer::Linear { input, output, bias: true, conv: true } }
     }
 
     fn norm(path: &'static str, width: u64, bias: bool) -> Module {
-        Module {
-            path,
-            layer: Layer::Norm { width, bias },
-        }
+        Module { path, layer: Layer::Norm { width, bias } }
     }
 
     /// Names (within the block) and shapes of its tensors.
     fn tensors(&self) -> Vec<(String, Vec<u64>)> {
         let (weight, vector, bias) = match self.layer {
-            Layer::Linear {
-                input,
-                output,
-                bias,
-                conv: false,
-            } => (vec![output, input], output, bias),
-            Layer::Linear {
-                input,
-                output,
-                bias,
-                conv: true,
-            } => (vec![input, output], output, bias),
+            Layer::Linear { input, output, bias, conv: false } => (vec![output, input], output, bias),
+            Layer::Linear { input, output, bias, conv: true } => (vec![input, output], output, bias),
             Layer::Norm { width, bias } => (vec![width], width, bias),
         };
         let mut all = vec![(format!("{}.weight", self.path), weight)];
@@ -181,18 +147,14 @@ impl Model {
         let tokens = format!("{}{}.weight", names.prefix, names.tokens);
         let bare = names.bare && !has(&tokens);
         let prefix = if bare { "" } else { names.prefix };
-        let mut files = Files {
-            catalog: &catalog,
-            used: BTreeSet::new(),
-        };
+        let mut files = Files { catalog: &catalog, used: BTreeSet::new() };
 
         let table = vec![config.vocabulary, config.hidden];
         let tokens = files.tensor(&format!("{prefix}{}.weight", names.tokens), &table)?;
         let positions = match names.positions {
-            Some(path) => Some(files.tensor(
-                &format!("{prefix}{path}.weight"),
-                &[config.max_positions, config.hidden],
-            )?),
+            Some(path) => {
+                Some(files.tensor(&format!("{prefix}{path}.weight"), &[config.max_positions, config.hidden])?)
+            }
             None => None,
         };
         let mut blocks = Vec::new();
@@ -207,43 +169,22 @@ impl Model {
             blocks.push(entries);
         }
         let (norm, bias) = names.norm;
-        let mut end = vec![(
-            "norm.weight",
-            files.tensor(&format!("{prefix}{norm}.weight"), &[config.hidden])?,
-        )];
+        let mut end = vec![("norm.weight", files.tensor(&format!("{prefix}{norm}.weight"), &[config.hidden])?)];
         if bias {
-            end.push((
-                "norm.bias",
-                files.tensor(&format!("{prefix}{norm}.bias"), &[config.hidden])?,
-            ));
+            end.push(("norm.bias", files.tensor(&format!("{prefix}{norm}.bias"), &[config.hidden])?));
         }
-        let head = if config.tied {
-            tokens
-        } else {
-            files.tensor(HEAD, &table)?
-        };
+        let head = if config.tied { tokens } else { files.tensor(HEAD, &table)? };
         files.nothing_else(&config, &names)?;
 
         let embed = catalog.define_segment("embed", &[("tokens", tokens)])?;
-        let positions = positions
-            .map(|p| catalog.define_segment("positions", &[("positions", p)]))
-            .transpose()?;
+        let positions = positions.map(|p| catalog.define_segment("positions", &[("positions", p)])).transpose()?;
         let named = blocks.iter().enumerate().map(|(i, entries)| {
             let entries: Vec<(&str, WeightId)> = entries.iter().map(|(short, id)| (short.as_str(), *id)).collect();
             catalog.define_segment(&block_name(i), &entries)
         });
         let blocks = named.collect::<Result<Vec<Segment>>>()?;
         let head = head_segments(&mut catalog, &end, head)?;
-        Ok(Model {
-            config,
-            catalog,
-            family,
-            modules,
-            embed,
-            positions,
-            blocks,
-            head,
-        })
+        Ok(Model { config, catalog, family, modules, embed, positions, blocks, head })
     }
 
     /// The configuration.
@@ -285,10 +226,7 @@ impl Model {
 
     /// The file's name of a block's tensor, and its weight: for what rewrites files.
     pub fn block_weight(&self, block: usize, short: &str) -> Result<WeightId> {
-        self.blocks
-            .get(block)
-            .ok_or_else(|| no_block(block, self.blocks.len()))?
-            .weight(short)
+        self.blocks.get(block).ok_or_else(|| no_block(block, self.blocks.len()))?.weight(short)
     }
 
     pub(crate) fn linears(&self) -> impl Iterator<Item = &Module> {
@@ -296,17 +234,11 @@ impl Model {
     }
 
     pub(crate) fn module(&self, path: &str) -> Result<&Module> {
-        self.modules
-            .iter()
-            .find(|m| m.path == path)
-            .ok_or_else(|| Error::NotFound {
-                what: "module",
-                name: path.into(),
-                hint: Some(format!(
-                    "a block has {:?}",
-                    self.modules.iter().map(|m| m.path).collect::<Vec<_>>()
-                )),
-            })
+        self.modules.iter().find(|m| m.path == path).ok_or_else(|| Error::NotFound {
+            what: "module",
+            name: path.into(),
+            hint: Some(format!("a block has {:?}", self.modules.iter().map(|m| m.path).collect::<Vec<_>>())),
+        })
     }
 
     pub(crate) fn family(&self) -> &'static dyn Family {
@@ -315,11 +247,7 @@ impl Model {
 }
 
 fn no_block(block: usize, count: usize) -> Error {
-    Error::NotFound {
-        what: "block",
-        name: block.to_string(),
-        hint: Some(format!("the model has {count}")),
-    }
+    Error::NotFound { what: "block", name: block.to_string(), hint: Some(format!("the model has {count}")) }
 }
 
 const HEAD: &str = "lm_head.weight";
@@ -346,17 +274,10 @@ impl Files<'_> {
         let weight = self.catalog.weight(id);
         let refuse = |reason: String| {
             let file = self.catalog.sources()[weight.source].name().into();
-            Err(Error::Format {
-                file,
-                tensor: Some(name.into()),
-                reason,
-            })
+            Err(Error::Format { file, tensor: Some(name.into()), reason })
         };
         if weight.shape != shape {
-            return refuse(format!(
-                "its shape is {:?}, but the configuration asks for {shape:?}",
-                weight.shape
-            ));
+            return refuse(format!("its shape is {:?}, but the configuration asks for {shape:?}", weight.shape));
         }
         if !weight.dtype.is_float() {
             return refuse(format!("its type {} is not a floating-point one", weight.dtype));
@@ -367,11 +288,7 @@ impl Files<'_> {
 
     /// Refuses tensors that nothing asked for: whatever they are for would be left out of the computation.
     fn nothing_else(&self, config: &ModelConfig, names: &Names) -> Result<()> {
-        let rest = self
-            .catalog
-            .files()
-            .iter()
-            .flat_map(|f| f.header.tensors.iter().map(move |t| (f.source, &t.name)));
+        let rest = self.catalog.files().iter().flat_map(|f| f.header.tensors.iter().map(move |t| (f.source, &t.name)));
         for (source, name) in rest {
             if self.used.contains(&**name) || names.ignored.iter().any(|end| name.ends_with(end)) {
                 continue;
@@ -381,17 +298,10 @@ impl Files<'_> {
                  its own: set it to false to use this one, or remove the tensor"
                     .into()
             } else {
-                format!(
-                    "no part of a {:?} model of {} blocks uses this tensor",
-                    config.family, config.layers
-                )
+                format!("no part of a {:?} model of {} blocks uses this tensor", config.family, config.layers)
             };
             let file = self.catalog.sources()[source].name().into();
-            return Err(Error::Format {
-                file,
-                tensor: Some(name.to_string()),
-                reason,
-            });
+            return Err(Error::Format { file, tensor: Some(name.to_string()), reason });
         }
         Ok(())
     }
@@ -409,12 +319,7 @@ impl Files<'_> {
 /// A segment for each piece of the head; the norm before it comes with the first, as it is used just before.
 fn head_segments(catalog: &mut Catalog, end: &[(&'static str, WeightId)], head: WeightId) -> Result<Vec<Segment>> {
     let pieces: Vec<Range<u64>> = catalog.weight(head).pieces.iter().map(|p| p.rows.clone()).collect();
-    if let Some(odd) = pieces
-        .iter()
-        .rev()
-        .skip(1)
-        .find(|p| !(p.end - p.start).is_multiple_of(VOCABULARY_CHUNK))
-    {
+    if let Some(odd) = pieces.iter().rev().skip(1).find(|p| !(p.end - p.start).is_multiple_of(VOCABULARY_CHUNK)) {
         return Err(Error::Limit {
             what: format!(
                 "bytes of {VOCABULARY_CHUNK} rows of the head (a piece would be of {} rows)",

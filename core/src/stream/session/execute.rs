@@ -59,7 +59,13 @@ impl Session {
                             &made
                         }
                     };
-                    self.recorder.dispatch(&Dispatch { pipeline: &b.pipeline, group, params: *params, grid: *grid, work: *work });
+                    self.recorder.dispatch(&Dispatch {
+                        pipeline: &b.pipeline,
+                        group,
+                        params: *params,
+                        grid: *grid,
+                        work: *work,
+                    });
                 }
                 Action::Download { output, from } => {
                     let value = &mut outputs.values[*output as usize].1;
@@ -217,7 +223,8 @@ impl Session {
                     }
                     Action::LoadRows { weight, input, to } => {
                         let start = u64::from(progress.part) * chunk;
-                        let part = Part { action: *fill, part: progress.part, len: (to.size - start).min(chunk) as u32 };
+                        let part =
+                            Part { action: *fill, part: progress.part, len: (to.size - start).min(chunk) as u32 };
                         let ids = ids_of(plan, *input, inputs);
                         (self.put_rows(part, *weight, ids, start).await?, to.size.div_ceil(chunk) as u32)
                     }
@@ -258,7 +265,12 @@ impl Session {
                     self.upload.record(&mut self.recorder, (self.store.buffer(to.slot, to.buffer), at))?;
                     at + u64::from(part.len) == to.size
                 }
-                _ => return Err(Error::Plan { action: part.action as usize, reason: "it does not use the ring".into() }),
+                _ => {
+                    return Err(Error::Plan {
+                        action: part.action as usize,
+                        reason: "it does not use the ring".into(),
+                    });
+                }
             };
             progress.parts_done += 1;
             if whole {

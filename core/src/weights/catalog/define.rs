@@ -29,10 +29,7 @@ impl Catalog {
             let count = self.weight(*weight).pieces.len();
             if *piece as usize >= count {
                 let reason = format!("piece {piece} of `{short}` was asked for, but the weight has {count}");
-                return Err(Error::Invalid {
-                    what: format!("segment `{name}`"),
-                    reason,
-                });
+                return Err(Error::Invalid { what: format!("segment `{name}`"), reason });
             }
             entries.push(self.entry(Arc::from(*short), *weight, *piece));
         }
@@ -42,10 +39,7 @@ impl Catalog {
         let mut seen = HashSet::new();
         if let Some(twice) = entries.iter().find(|e| !seen.insert((e.weight, e.piece))) {
             let reason = format!("piece {} of `{}` is given twice", twice.piece, twice.name);
-            return Err(Error::Invalid {
-                what: format!("segment `{name}`"),
-                reason,
-            });
+            return Err(Error::Invalid { what: format!("segment `{name}`"), reason });
         }
         self.define(name, entries, distinct.iter().map(|(short, _)| *short))
     }
@@ -55,11 +49,7 @@ impl Catalog {
             Some(_) => Ok(()),
             None => Err(Error::Invalid {
                 what: format!("segment `{segment}`"),
-                reason: format!(
-                    "`{short}` is weight {}, but the catalog has {} weights",
-                    weight.0,
-                    self.weights.len()
-                ),
+                reason: format!("`{short}` is weight {}, but the catalog has {} weights", weight.0, self.weights.len()),
             }),
         }
     }
@@ -70,10 +60,7 @@ impl Catalog {
         entries: Vec<SegmentEntry>,
         mut short_names: impl Iterator<Item = &'a str>,
     ) -> Result<Segment> {
-        let refuse = |reason: String| Error::Invalid {
-            what: format!("segment `{name}`"),
-            reason,
-        };
+        let refuse = |reason: String| Error::Invalid { what: format!("segment `{name}`"), reason };
         let mut seen = HashSet::new();
         if let Some(twice) = short_names.find(|short| !seen.insert(*short)) {
             return Err(refuse(format!("the name `{twice}` is given twice")));
@@ -82,11 +69,7 @@ impl Catalog {
         let mut shrunk = Vec::new();
         for id in &self.defaults {
             let old = &self.segments[id.0 as usize];
-            let rest = old
-                .entries
-                .iter()
-                .filter(|e| !taken.contains(&(e.weight, e.piece)))
-                .cloned();
+            let rest = old.entries.iter().filter(|e| !taken.contains(&(e.weight, e.piece))).cloned();
             let rest: Vec<SegmentEntry> = rest.collect();
             if rest.len() != old.entries.len() {
                 shrunk.push((*id, Arc::clone(&old.name), rest, Arc::clone(&old.left_out)));
@@ -112,29 +95,18 @@ impl Catalog {
 
     pub(super) fn all_pieces(&self, name: &Arc<str>, weight: WeightId) -> Vec<SegmentEntry> {
         let count = self.weights.get(weight.0 as usize).map_or(0, |w| w.pieces.len()) as u32;
-        (0..count)
-            .map(|piece| self.entry(Arc::clone(name), weight, piece))
-            .collect()
+        (0..count).map(|piece| self.entry(Arc::clone(name), weight, piece)).collect()
     }
 
     pub(crate) fn entry(&self, name: Arc<str>, id: WeightId, piece: u32) -> SegmentEntry {
         let weight = self.weight(id);
         let shape = match weight.pieces.get(piece as usize) {
             Some(part) if weight.pieces.len() > 1 => {
-                vec![
-                    part.rows.end - part.rows.start,
-                    weight.shape.last().copied().unwrap_or(1),
-                ]
+                vec![part.rows.end - part.rows.start, weight.shape.last().copied().unwrap_or(1)]
             }
             _ => weight.shape.clone(),
         };
-        SegmentEntry {
-            name,
-            weight: id,
-            piece,
-            dtype: weight.dtype,
-            shape,
-        }
+        SegmentEntry { name, weight: id, piece, dtype: weight.dtype, shape }
     }
 
     pub(super) fn push_segment(
@@ -144,12 +116,7 @@ impl Catalog {
         left_out: Arc<[(Arc<str>, FileDType)]>,
     ) -> SegmentId {
         let id = SegmentId(self.segments.len() as u32);
-        self.segments.push(Segment {
-            id,
-            name: Arc::clone(&name),
-            entries: entries.into(),
-            left_out,
-        });
+        self.segments.push(Segment { id, name: Arc::clone(&name), entries: entries.into(), left_out });
         self.current.insert(name, id);
         id
     }

@@ -120,10 +120,7 @@ impl Catalog {
 
     /// The names of all tensors that can be weights, sorted, each once.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.names
-            .iter()
-            .filter(|(_, hits)| hits.iter().any(|h| h.weight.is_some()))
-            .map(|(name, _)| &**name)
+        self.names.iter().filter(|(_, hits)| hits.iter().any(|h| h.weight.is_some())).map(|(name, _)| &**name)
     }
 
     /// The weight of this name.
@@ -133,29 +130,14 @@ impl Catalog {
     pub fn find(&self, name: &str) -> Result<WeightId> {
         let hits = self.names.get(name).map(Vec::as_slice).unwrap_or_default();
         let Some(first) = hits.first() else {
-            return Err(Error::NotFound {
-                what: "weight",
-                name: name.into(),
-                hint: Some(self.name_hint(name)),
-            });
+            return Err(Error::NotFound { what: "weight", name: name.into(), hint: Some(self.name_hint(name)) });
         };
-        if hits
-            .iter()
-            .any(|h| h.weight != first.weight || self.files[h.file].source != self.files[first.file].source)
-        {
+        if hits.iter().any(|h| h.weight != first.weight || self.files[h.file].source != self.files[first.file].source) {
             let files: Vec<String> = hits.iter().map(|h| format!("`{}`", self.files[h.file].stem)).collect();
-            let reason = format!(
-                "the files {} each have one; ask the segment of one of them for it",
-                files.join(", ")
-            );
-            return Err(Error::Invalid {
-                what: format!("weight `{name}`"),
-                reason,
-            });
+            let reason = format!("the files {} each have one; ask the segment of one of them for it", files.join(", "));
+            return Err(Error::Invalid { what: format!("weight `{name}`"), reason });
         }
-        first
-            .weight
-            .ok_or_else(|| self.unusable(self.files[first.file].source, name, first.dtype))
+        first.weight.ok_or_else(|| self.unusable(self.files[first.file].source, name, first.dtype))
     }
 
     fn unusable(&self, source: usize, name: &str, dtype: FileDType) -> Error {
@@ -168,16 +150,8 @@ impl Catalog {
 
     fn name_hint(&self, name: &str) -> String {
         let last = name.rsplit('.').next().unwrap_or(name);
-        let near: Vec<&str> = self
-            .names()
-            .filter(|n| n.rsplit('.').next() == Some(last))
-            .take(7)
-            .collect();
-        if near.is_empty() {
-            hint("the catalog", self.names())
-        } else {
-            hint("the catalog", near.into_iter())
-        }
+        let near: Vec<&str> = self.names().filter(|n| n.rsplit('.').next() == Some(last)).take(7).collect();
+        if near.is_empty() { hint("the catalog", self.names()) } else { hint("the catalog", near.into_iter()) }
     }
 
     /// The segment that stands under this name. Errors: [`Error::NotFound`].
@@ -199,19 +173,12 @@ impl Catalog {
 
     /// The segments that stand, in the order in which they were made.
     pub fn segments(&self) -> impl Iterator<Item = &Segment> {
-        self.segments
-            .iter()
-            .filter(|s| self.current.get(&s.name) == Some(&s.id))
+        self.segments.iter().filter(|s| self.current.get(&s.name) == Some(&s.id))
     }
 
     /// Bytes of a segment that lie in files: what one load of it reads.
     pub fn segment_bytes(&self, segment: &Segment) -> u64 {
-        segment
-            .entries
-            .iter()
-            .filter_map(|e| self.piece(e))
-            .map(|p| p.range.end - p.range.start)
-            .sum()
+        segment.entries.iter().filter_map(|e| self.piece(e)).map(|p| p.range.end - p.range.start).sum()
     }
 
     /// The piece that an entry means.
@@ -234,27 +201,16 @@ impl Catalog {
         let weight = self.known(id)?;
         let what = || format!("reading weight `{}` into host memory", weight.name());
         if range.start > range.end || range.end > weight.bytes() {
-            let reason = format!(
-                "bytes {} to {} of {} were asked for",
-                range.start,
-                range.end,
-                Bytes(weight.bytes())
-            );
+            let reason = format!("bytes {} to {} of {} were asked for", range.start, range.end, Bytes(weight.bytes()));
             return Err(Error::Invalid { what: what(), reason });
         }
         let need = range.end - range.start;
-        let limit = Error::Limit {
-            what: what(),
-            need,
-            have: cap,
-        };
+        let limit = Error::Limit { what: what(), need, have: cap };
         let Some(length) = usize::try_from(need).ok().filter(|_| need <= cap) else {
             return Err(limit);
         };
         let mut bytes = vec![0; length];
-        self.sources[weight.source]
-            .fill(weight.range.start + range.start, &mut bytes)
-            .await?;
+        self.sources[weight.source].fill(weight.range.start + range.start, &mut bytes).await?;
         Ok(bytes)
     }
 
@@ -273,9 +229,7 @@ impl Catalog {
         let mut hash = Fingerprint::new();
         for file in files {
             hash = hash.number(file.stem.len() as u64).bytes(file.stem.as_bytes());
-            hash = hash
-                .number(self.sources[file.source].len())
-                .number(file.header.fingerprint);
+            hash = hash.number(self.sources[file.source].len()).number(file.header.fingerprint);
         }
         hash.value()
     }

@@ -34,19 +34,13 @@ impl Catalog {
                 return Err(Error::NotFound {
                     what: "safetensors file",
                     name: path.display().to_string(),
-                    hint: Some(format!(
-                        "the folder needs `{INDEX_FILE}` or files ending in `.safetensors`"
-                    )),
+                    hint: Some(format!("the folder needs `{INDEX_FILE}` or files ending in `.safetensors`")),
                 });
             }
             let sources = files.iter().map(Source::open).collect::<Result<Vec<Source>>>()?;
             return Catalog::from_sources(sources).await;
         }
-        if path
-            .file_name()
-            .and_then(|n| n.to_str())
-            .is_some_and(|n| n.ends_with(".safetensors.index.json"))
-        {
+        if path.file_name().and_then(|n| n.to_str()).is_some_and(|n| n.ends_with(".safetensors.index.json")) {
             let folder = path.parent().unwrap_or(Path::new(""));
             return Catalog::open_index(folder, path).await;
         }
@@ -83,10 +77,9 @@ impl Catalog {
         for name in index.shards() {
             let path = folder.join(name);
             let source = Source::open(&path).map_err(|e| match e {
-                Error::Io { file, reason } => Error::Io {
-                    file,
-                    reason: format!("{reason}; `{}` names it as a shard", index_path.display()),
-                },
+                Error::Io { file, reason } => {
+                    Error::Io { file, reason: format!("{reason}; `{}` names it as a shard", index_path.display()) }
+                }
                 other => other,
             })?;
             shards.insert(name.to_owned(), source);
@@ -130,23 +123,14 @@ impl Catalog {
                     catalog.sources[other.source].name(),
                     source.name()
                 );
-                return Err(Error::Invalid {
-                    what: "files".into(),
-                    reason,
-                });
+                return Err(Error::Invalid { what: "files".into(), reason });
             }
-            catalog.files.push(CatalogFile {
-                stem,
-                source: index,
-                header: Arc::clone(&headers[index]),
-            });
+            catalog.files.push(CatalogFile { stem, source: index, header: Arc::clone(&headers[index]) });
             shard_names.push(shard);
         }
         if let Some(index) = index {
             let by_name = shard_names.iter().zip(&catalog.files);
-            let by_name = by_name
-                .filter_map(|(name, file)| Some((name.as_deref()?, &*file.header)))
-                .collect();
+            let by_name = by_name.filter_map(|(name, file)| Some((name.as_deref()?, &*file.header))).collect();
             index.check(&by_name)?;
         }
         for (file, shard) in shard_names.iter().enumerate() {
@@ -160,11 +144,7 @@ impl Catalog {
 
     fn add_weights(&mut self, source: &Source, header: &Header) -> Result<Vec<Option<WeightId>>> {
         if source.len() > MAX_SOURCE_BYTES {
-            return Err(Error::Limit {
-                what: source.name().into(),
-                need: source.len(),
-                have: MAX_SOURCE_BYTES,
-            });
+            return Err(Error::Limit { what: source.name().into(), need: source.len(), have: MAX_SOURCE_BYTES });
         }
         let mut ids = Vec::with_capacity(header.tensors.len());
         // Only tensors without bytes can share a range within a file; the header's check refuses all others.
@@ -206,11 +186,7 @@ impl Catalog {
         let (mut entries, mut left_out) = (Vec::new(), Vec::new());
         for (tensor, weight) in header.tensors.iter().zip(&ids[source]) {
             if at_home(&tensor.name) {
-                let hit = Hit {
-                    file,
-                    weight: *weight,
-                    dtype: tensor.dtype,
-                };
+                let hit = Hit { file, weight: *weight, dtype: tensor.dtype };
                 self.names.entry(Arc::clone(&tensor.name)).or_default().push(hit);
             }
             match *weight {
@@ -225,15 +201,9 @@ impl Catalog {
 
 /// The segment of a shard: its path in the index without the extension, as two sub-folders may hold equal file names.
 fn stem_of_shard(name: &str) -> &str {
-    name.strip_suffix(".safetensors")
-        .filter(|stem| !stem.is_empty())
-        .unwrap_or(name)
+    name.strip_suffix(".safetensors").filter(|stem| !stem.is_empty()).unwrap_or(name)
 }
 
 fn too_many(file: &str) -> Error {
-    Error::Format {
-        file: file.into(),
-        tensor: None,
-        reason: "there are more tensors than can be numbered".into(),
-    }
+    Error::Format { file: file.into(), tensor: None, reason: "there are more tensors than can be numbered".into() }
 }

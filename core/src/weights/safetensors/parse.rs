@@ -73,10 +73,7 @@ impl Header {
                 "its header length is {length} bytes, above the limit of {MAX_HEADER_BYTES}; not a safetensors file?"
             )
         } else if length > file_len.saturating_sub(8) {
-            format!(
-                "its header length is {length} bytes, but only {} follow",
-                file_len.saturating_sub(8)
-            )
+            format!("its header length is {length} bytes, but only {} follow", file_len.saturating_sub(8))
         } else {
             return usize::try_from(length).map_err(|e| format_error(file, None, e.to_string()));
         };
@@ -88,17 +85,13 @@ impl Header {
     pub fn parse(file: &str, text: &[u8], file_len: u64) -> Result<Header> {
         let refuse = |reason: String| format_error(file, None, reason);
         if text.first() != Some(&b'{') {
-            return Err(refuse(
-                "its header does not begin with `{`; not a safetensors file?".into(),
-            ));
+            return Err(refuse("its header does not begin with `{`; not a safetensors file?".into()));
         }
         let text = std::str::from_utf8(text)
             .map_err(|e| refuse(format!("its header is not UTF-8 from byte {} on", e.valid_up_to() + 8)))?;
         let at = RefCell::new(None);
         let mut json = serde_json::Deserializer::from_str(text);
-        let parsed = HeaderSeed { at: &at }
-            .deserialize(&mut json)
-            .and_then(|header| json.end().map(|()| header));
+        let parsed = HeaderSeed { at: &at }.deserialize(&mut json).and_then(|header| json.end().map(|()| header));
         let raw = parsed.map_err(|e| {
             let tensor: Option<Arc<str>> = at.take();
             format_error(file, tensor.as_deref(), format!("its header is not valid: {e}"))
@@ -106,12 +99,7 @@ impl Header {
         let header_bytes = text.len() as u64 + 8;
         let tensors = checked_ranges(file, raw.tensors, header_bytes, file_len)?;
         let fingerprint = Fingerprint::new().bytes(text.as_bytes()).value();
-        Ok(Header {
-            tensors,
-            metadata: raw.metadata,
-            header_bytes,
-            fingerprint,
-        })
+        Ok(Header { tensors, metadata: raw.metadata, header_bytes, fingerprint })
     }
 
     /// The tensor of this name.
@@ -123,11 +111,7 @@ impl Header {
 /// An [`Error::Format`] whose texts may come from the file: they are kept short and free of control characters, as a
 /// hostile name may be megabytes long or drive a terminal.
 pub(crate) fn format_error(file: &str, tensor: Option<&str>, reason: impl AsRef<str>) -> Error {
-    Error::Format {
-        file: file.into(),
-        tensor: tensor.map(|t| shown(t, 256)),
-        reason: shown(reason.as_ref(), 1024),
-    }
+    Error::Format { file: file.into(), tensor: tensor.map(|t| shown(t, 256)), reason: shown(reason.as_ref(), 1024) }
 }
 
 fn shown(text: &str, most: usize) -> String {
@@ -147,14 +131,9 @@ fn shown(text: &str, most: usize) -> String {
 
 /// Bytes of a tensor, or why there is no such number.
 pub(crate) fn byte_length(dtype: FileDType, shape: &[u64]) -> Result<u64, String> {
-    let bits = shape
-        .iter()
-        .try_fold(1u64, |n, d| n.checked_mul(*d))
-        .and_then(|n| n.checked_mul(dtype.bits()));
+    let bits = shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d)).and_then(|n| n.checked_mul(dtype.bits()));
     match bits {
-        None => Err(format!(
-            "{dtype} of shape {shape:?} has more bits than a 64-bit number holds"
-        )),
+        None => Err(format!("{dtype} of shape {shape:?} has more bits than a 64-bit number holds")),
         Some(bits) if bits % 8 != 0 => Err(format!("{dtype} of shape {shape:?} ends within a byte")),
         Some(bits) => Ok(bits / 8),
     }
@@ -166,19 +145,10 @@ fn checked_ranges(file: &str, mut tensors: Vec<Raw>, header_bytes: u64, file_len
     let available = file_len.saturating_sub(header_bytes);
     let mut checked: Vec<TensorInfo> = Vec::with_capacity(tensors.len());
     let mut reached = 0;
-    for Raw {
-        name,
-        dtype,
-        shape,
-        begin,
-        end,
-    } in tensors
-    {
+    for Raw { name, dtype, shape, begin, end } in tensors {
         let refuse = |reason: String| Err(format_error(file, Some(&name), reason));
         if end < begin {
-            return refuse(format!(
-                "its data_offsets are [{begin}, {end}]: the end is before the begin"
-            ));
+            return refuse(format!("its data_offsets are [{begin}, {end}]: the end is before the begin"));
         }
         match byte_length(dtype, &shape) {
             Err(reason) => return refuse(reason),
@@ -196,10 +166,7 @@ fn checked_ranges(file: &str, mut tensors: Vec<Raw>, header_bytes: u64, file_len
                 None => "the start of the data".into(),
             };
             return refuse(if begin > reached {
-                format!(
-                    "data_offsets [{begin}, {end}] leave a hole of {} bytes after {before}",
-                    begin - reached
-                )
+                format!("data_offsets [{begin}, {end}] leave a hole of {} bytes after {before}", begin - reached)
             } else {
                 format!("data_offsets [{begin}, {end}] overlap {before}")
             });
@@ -213,18 +180,10 @@ fn checked_ranges(file: &str, mut tensors: Vec<Raw>, header_bytes: u64, file_len
         }
         reached = end;
         // No overflow: `end` is at most `available`, which is `file_len - header_bytes`.
-        checked.push(TensorInfo {
-            name,
-            dtype,
-            shape,
-            range: header_bytes + begin..header_bytes + end,
-        });
+        checked.push(TensorInfo { name, dtype, shape, range: header_bytes + begin..header_bytes + end });
     }
     if reached != available {
-        let reason = format!(
-            "{} bytes follow the last tensor, which ends at {reached}",
-            available - reached
-        );
+        let reason = format!("{} bytes follow the last tensor, which ends at {reached}", available - reached);
         return Err(format_error(file, None, reason));
     }
     Ok(checked)
@@ -362,13 +321,7 @@ impl<'de> Visitor<'de> for Entry {
         let dtype = dtype.ok_or_else(|| A::Error::missing_field("dtype"))?;
         let shape = shape.ok_or_else(|| A::Error::missing_field("shape"))?;
         let (begin, end) = offsets.ok_or_else(|| A::Error::missing_field("data_offsets"))?;
-        Ok(Raw {
-            name: self.name,
-            dtype,
-            shape,
-            begin,
-            end,
-        })
+        Ok(Raw { name: self.name, dtype, shape, begin, end })
     }
 }
 
@@ -496,10 +449,7 @@ mod tests {
     #[test]
     fn what_is_wrong_with_an_entry_is_said_with_its_name() {
         for (entry, says) in [
-            (
-                r#"{"dtype":"F32","shape":[1],"data_offsets":[4,0]}"#,
-                "before the begin",
-            ),
+            (r#"{"dtype":"F32","shape":[1],"data_offsets":[4,0]}"#, "before the begin"),
             (r#"{"dtype":"F32","shape":[2],"data_offsets":[0,4]}"#, "takes 8 bytes"),
             (r#"{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}"#, "-4"),
             (r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4.5]}"#, "4.5"),
@@ -507,33 +457,18 @@ mod tests {
             (r#"{"dtype":"F32","shape":[1],"data_offsets":[0,"4"]}"#, "string"),
             (r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}"#, ""),
             (r#"{"dtype":"F32","shape":[1],"data_offsets":[0]}"#, ""),
-            (
-                r#"{"dtype":"F32","shape":[1],"data_offsets":[0,99999999999999999999]}"#,
-                "",
-            ),
+            (r#"{"dtype":"F32","shape":[1],"data_offsets":[0,99999999999999999999]}"#, ""),
             (r#"{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}"#, "-1"),
             (r#"{"dtype":"F32","shape":1,"data_offsets":[0,4]}"#, "dimensions"),
-            (
-                r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}"#,
-                "64-bit",
-            ),
-            (
-                r#"{"dtype":"F32","shape":[2305843009213693952],"data_offsets":[0,4]}"#,
-                "64-bit",
-            ),
+            (r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}"#, "64-bit"),
+            (r#"{"dtype":"F32","shape":[2305843009213693952],"data_offsets":[0,4]}"#, "64-bit"),
             (r#"{"dtype":"F4","shape":[1],"data_offsets":[0,1]}"#, "within a byte"),
-            (
-                r#"{"dtype":"Q4","shape":[1],"data_offsets":[0,4]}"#,
-                "unknown dtype `Q4`",
-            ),
+            (r#"{"dtype":"Q4","shape":[1],"data_offsets":[0,4]}"#, "unknown dtype `Q4`"),
             (r#"{"dtype":7,"shape":[1],"data_offsets":[0,4]}"#, "string"),
             (r#"{"shape":[1],"data_offsets":[0,4]}"#, "dtype"),
             (r#"{"dtype":"F32","data_offsets":[0,4]}"#, "shape"),
             (r#"{"dtype":"F32","shape":[1]}"#, "data_offsets"),
-            (
-                r#"{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}"#,
-                "twice",
-            ),
+            (r#"{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}"#, "twice"),
             (r#"["F32",[1],[0,4]]"#, "object"),
             ("null", "object"),
         ] {
@@ -563,11 +498,7 @@ mod tests {
     #[test]
     fn metadata_is_strings_or_null() {
         assert!(parse(r#"{"__metadata__":null}"#, 0).unwrap().metadata.is_empty());
-        for bad in [
-            r#"{"__metadata__":{"a":1}}"#,
-            r#"{"__metadata__":[]}"#,
-            r#"{"__metadata__":"x"}"#,
-        ] {
+        for bad in [r#"{"__metadata__":{"a":1}}"#, r#"{"__metadata__":[]}"#, r#"{"__metadata__":"x"}"#] {
             assert_eq!(refused(bad, 0).0.as_deref(), Some("__metadata__"));
         }
     }
@@ -583,10 +514,7 @@ mod tests {
         let json = format!(r#"{{"\u001b[2J{}":{{}}}}"#, "x".repeat(100_000));
         let (tensor, reason) = refused(&json, 0);
         let tensor = tensor.unwrap();
-        assert!(
-            tensor.len() < 400 && !tensor.contains('\u{1b}') && tensor.ends_with("..."),
-            "{tensor}"
-        );
+        assert!(tensor.len() < 400 && !tensor.contains('\u{1b}') && tensor.ends_with("..."), "{tensor}");
         let json = format!(r#"{{"t":{{"dtype":"{}"}}}}"#, "x".repeat(100_000));
         assert!(refused(&json, 0).1.len() < 1200 && reason.len() < 1200);
     }

@@ -20,11 +20,7 @@ pub struct TensorSpec {
 impl TensorSpec {
     /// A tensor to be written.
     pub fn new(name: impl Into<String>, dtype: impl Into<FileDType>, shape: impl Into<Vec<u64>>) -> TensorSpec {
-        TensorSpec {
-            name: name.into(),
-            dtype: dtype.into(),
-            shape: shape.into(),
-        }
+        TensorSpec { name: name.into(), dtype: dtype.into(), shape: shape.into() }
     }
 }
 
@@ -65,19 +61,9 @@ impl<W: io::Write> Writer<W> {
             b.dtype.rank().cmp(&a.dtype.rank()).then_with(|| a.name.cmp(&b.name))
         });
         let (text, end) = header_text(file, tensors, &sizes, &order, metadata)?;
-        let written = out
-            .write_all(&(text.len() as u64).to_le_bytes())
-            .and_then(|()| out.write_all(text.as_bytes()));
-        written.map_err(|e| Error::Io {
-            file: file.into(),
-            reason: e.to_string(),
-        })?;
-        Ok(Writer {
-            out,
-            file: file.into(),
-            order,
-            left: end,
-        })
+        let written = out.write_all(&(text.len() as u64).to_le_bytes()).and_then(|()| out.write_all(text.as_bytes()));
+        written.map_err(|e| Error::Io { file: file.into(), reason: e.to_string() })?;
+        Ok(Writer { out, file: file.into(), order, left: end })
     }
 
     /// The order in which the tensors' bytes must come, as indices into the list given to [`Writer::new`].
@@ -89,15 +75,9 @@ impl<W: io::Write> Writer<W> {
     pub fn data(&mut self, bytes: &[u8]) -> Result<()> {
         let Some(left) = self.left.checked_sub(bytes.len() as u64) else {
             let reason = format!("{} bytes were given, but {} are left to write", bytes.len(), self.left);
-            return Err(Error::Invalid {
-                what: format!("data of {}", self.file),
-                reason,
-            });
+            return Err(Error::Invalid { what: format!("data of {}", self.file), reason });
         };
-        self.out.write_all(bytes).map_err(|e| Error::Io {
-            file: self.file.clone(),
-            reason: e.to_string(),
-        })?;
+        self.out.write_all(bytes).map_err(|e| Error::Io { file: self.file.clone(), reason: e.to_string() })?;
         self.left = left;
         Ok(())
     }
@@ -106,15 +86,9 @@ impl<W: io::Write> Writer<W> {
     pub fn finish(mut self) -> Result<W> {
         if self.left != 0 {
             let reason = format!("{} bytes are missing", self.left);
-            return Err(Error::Invalid {
-                what: format!("data of {}", self.file),
-                reason,
-            });
+            return Err(Error::Invalid { what: format!("data of {}", self.file), reason });
         }
-        self.out.flush().map_err(|e| Error::Io {
-            file: self.file,
-            reason: e.to_string(),
-        })?;
+        self.out.flush().map_err(|e| Error::Io { file: self.file, reason: e.to_string() })?;
         Ok(self.out)
     }
 }
@@ -131,12 +105,7 @@ pub fn write<W: io::Write>(
         let refuse = |reason| format_error(file, Some(&spec.name), reason);
         let need = byte_length(spec.dtype, &spec.shape).map_err(refuse)?;
         if need != bytes.len() as u64 {
-            let reason = format!(
-                "{} of shape {:?} takes {need} bytes, not {}",
-                spec.dtype,
-                spec.shape,
-                bytes.len()
-            );
+            let reason = format!("{} of shape {:?} takes {need} bytes, not {}", spec.dtype, spec.shape, bytes.len());
             return Err(refuse(reason));
         }
     }
@@ -165,33 +134,20 @@ fn header_text(
     let quoted = |e: serde_json::Error| format_error(file, None, e.to_string());
     let mut parts = Vec::with_capacity(tensors.len() + 1);
     if !metadata.is_empty() {
-        parts.push(format!(
-            "\"__metadata__\":{}",
-            serde_json::to_string(metadata).map_err(quoted)?
-        ));
+        parts.push(format!("\"__metadata__\":{}", serde_json::to_string(metadata).map_err(quoted)?));
     }
     let mut end = 0u64;
     for index in order {
         let (spec, begin) = (&tensors[*index], end);
-        end = begin
-            .checked_add(sizes[*index])
-            .ok_or_else(|| format_error(file, Some(&spec.name), "too large"))?;
-        let entry = Entry {
-            dtype: spec.dtype.name(),
-            shape: &spec.shape,
-            data_offsets: [begin, end],
-        };
+        end = begin.checked_add(sizes[*index]).ok_or_else(|| format_error(file, Some(&spec.name), "too large"))?;
+        let entry = Entry { dtype: spec.dtype.name(), shape: &spec.shape, data_offsets: [begin, end] };
         let name = serde_json::to_string(&spec.name).map_err(quoted)?;
         parts.push(format!("{name}:{}", serde_json::to_string(&entry).map_err(quoted)?));
     }
     let mut text = format!("{{{}}}", parts.join(","));
     text.extend(std::iter::repeat_n(' ', text.len().next_multiple_of(8) - text.len()));
     if text.len() as u64 > MAX_HEADER_BYTES {
-        return Err(format_error(
-            file,
-            None,
-            format!("a header of {} bytes is above the limit", text.len()),
-        ));
+        return Err(format_error(file, None, format!("a header of {} bytes is above the limit", text.len())));
     }
     Ok((text, end))
 }
@@ -244,10 +200,7 @@ mod tests {
 
     #[test]
     fn data_may_come_in_parts_of_any_size_but_not_too_much_nor_too_little() {
-        let specs = [
-            TensorSpec::new("a", DType::U8, [3]),
-            TensorSpec::new("b", DType::F32, [1]),
-        ];
+        let specs = [TensorSpec::new("a", DType::U8, [3]), TensorSpec::new("b", DType::F32, [1])];
         let mut writer = Writer::new(Vec::new(), "f", &specs, &BTreeMap::new()).unwrap();
         assert_eq!(writer.order(), [1, 0]);
         writer.data(&[1, 2, 3]).unwrap();
