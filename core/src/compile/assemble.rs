@@ -88,11 +88,11 @@ impl Lowering<'_> {
         }
         let peak_of_dynamic = plans.iter().map(|p| dynamic_peak(p, &table).total()).max().unwrap_or(0);
         planned.add(Category::Weights, peak_of_dynamic);
-        // The prologue runs when nothing but rings and parameters exists; it makes the folds' slots itself.
+        // The prologue runs when nothing but the upload ring and parameters exists; it makes the folds' slots itself.
         let mut early = dynamic_peak(&prologue, &table);
+        planned.add(Category::Readback, readback.bytes());
         for sum in [&mut planned, &mut early] {
             sum.add(Category::Upload, upload.bytes());
-            sum.add(Category::Readback, readback.bytes());
             sum.add(Category::Uniforms, table.uniforms);
         }
         let report = self.report(&table, &prologue, &planned);

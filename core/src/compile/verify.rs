@@ -109,7 +109,10 @@ fn simulate(plan: &Plan, set: &PlanSet, caps: &Caps, entry: Entry) -> Result<()>
         }
     }
     sum.add(Category::Upload, table.upload.chunk * u64::from(table.upload.chunks));
-    sum.add(Category::Readback, table.readback.chunk * u64::from(table.readback.chunks));
+    // Folding reads nothing back.
+    if !prologue {
+        sum.add(Category::Readback, table.readback.chunk * u64::from(table.readback.chunks));
+    }
     sum.add(Category::Uniforms, table.uniforms);
     for (chunk, chunks) in [(table.upload.chunk, table.upload.chunks), (table.readback.chunk, table.readback.chunks)] {
         sim.check(chunk > 0 && chunk % 4 == 0 && chunks > 0, || "a ring has no usable chunk".into())?;
@@ -177,8 +180,8 @@ fn simulate(plan: &Plan, set: &PlanSet, caps: &Caps, entry: Entry) -> Result<()>
 /// The prologue's greatest sum, added up from its actions.
 fn prologue_peak(set: &PlanSet) -> u64 {
     let table = &set.table;
-    let rings = [table.upload, table.readback].iter().map(|r| r.chunk * u64::from(r.chunks)).sum::<u64>();
-    let (mut live, mut peak) = (rings + table.uniforms, 0);
+    let ring = table.upload.chunk * u64::from(table.upload.chunks);
+    let (mut live, mut peak) = (ring + table.uniforms, 0);
     for action in &set.prologue.actions {
         let bytes = |slot: &SlotId| table.slots.get(slot.index()).map_or(0, super::Slot::bytes);
         match action {

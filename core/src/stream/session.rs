@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::feed::{Part, ReadbackRing, UploadRing};
 use super::slots::{Store, uniform_buffer};
-use crate::compile::{Action, Binding, Content, Plan, PlanSet, SlotId, StatePort, verify, verify_prologue};
+use crate::compile::{Action, Binding, Content, Plan, PlanSet, Ring, SlotId, StatePort, verify, verify_prologue};
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, NoEvents, Pass};
 use crate::gpu::{Buffer, Device, Dispatch, Pipeline, Recorder, foreign};
@@ -165,7 +165,8 @@ impl Session {
         let recorder = Recorder::new(device.clone());
         let store = Store::new(&set.table);
         let mut upload = UploadRing::new(device, set.table.upload).await?;
-        let readback = ReadbackRing::new(device, set.table.readback).await?;
+        // Folding reads nothing back: that ring is made after it.
+        let readback = ReadbackRing::new(device, Ring { chunks: 0, ..set.table.readback }).await?;
         let uniforms = uniform_buffer(device, set.table.uniforms).await?;
         upload.map_idle(&recorder);
         let mut session = Session {
@@ -189,6 +190,7 @@ impl Session {
         };
         session.write_uniforms().await?;
         session.fold(cancel, events).await?;
+        session.readback = ReadbackRing::new(device, session.set.table.readback).await?;
         let set = session.set.clone();
         session.store.make_static(device, &set.table).await?;
         session.bind().await?;

@@ -311,7 +311,7 @@ pub async fn measure(args: &CompileArgs, cancel: &Cancel) -> anyhow::Result<Prob
     drop(session);
 
     // The comparisons come after the measurement, each in a session of its own, so that no peak is mixed.
-    if !report.folded.is_empty() {
+    if report.folded.len() == stack.segments.len() {
         let naive = one_by_one(&device, &stack, cancel).await?;
         (seconds.one_by_one, seconds.ratio) = (Some(naive), Some(seconds.compile / naive));
     }
@@ -464,8 +464,8 @@ fn make_file(path: &Path, args: &CompileArgs, cancel: &Cancel) -> ebbtide::Resul
         }
         progress.add(1);
     }
-    out.finish()?;
-    Ok(())
+    // What is still to be written back would slow down whoever reads first.
+    out.finish()?.sync_all().map_err(io)
 }
 
 /// Values of random sign and mantissa, and of a magnitude that keeps activations about as large as they are: the same
