@@ -40,7 +40,7 @@ fn twenty_steps_have_the_same_bits_at_every_budget_with_and_without_recomputatio
     let device = device();
     let catalog = stack::catalog(&SMALL);
     let program = || [stack::train_program(&SMALL, &catalog, 2, 16, Part::Whole)];
-    let steps = if slow(&device) { 4 } else { 20 };
+    let steps = if slow(&device) { 8 } else { 20 };
     let set = |budget, how| stack::compiled(&device, &catalog, &program(), budget, recompute(how));
     let (first, adapters) = losses(&device, set(Budget::All, Recompute::Off), steps);
     let reference = stack::reference_loss(&SMALL, &Batch::new(&SMALL, 0, 2, 16, 32));
