@@ -7,4 +7,6 @@ pub mod generate;
 pub mod hub;
 pub mod models;
 pub mod programs;
+pub mod template;
+pub mod tokenizer;
 pub mod trainer;
