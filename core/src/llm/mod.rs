@@ -3,10 +3,12 @@
 
 pub mod adapters;
 pub mod config;
+pub mod data;
 pub mod generate;
 pub mod hub;
 pub mod models;
 pub mod programs;
+pub mod schedule;
 pub mod template;
 pub mod tokenizer;
 pub mod trainer;

@@ -31,7 +31,7 @@ pub struct Message(Value);
 impl Message {
     /// A message of this role (`system`, `user`, `assistant`).
     pub fn new(role: &str, content: &str) -> Message {
-        Message(Value::from_iter([("role", role), ("content", content)]))
+        Message(minijinja::context! { role => role, content => content })
     }
 
     /// Its role.

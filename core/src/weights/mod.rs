@@ -5,7 +5,7 @@
 
 pub mod catalog;
 pub mod dtype;
-mod fingerprint;
+pub(crate) mod fingerprint;
 pub mod index;
 pub mod piece;
 pub mod safetensors;
