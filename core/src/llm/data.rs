@@ -113,6 +113,10 @@ impl Encoder {
 
     /// The tokens of a line, without the name of its place.
     fn encode(&self, line: &[u8]) -> std::result::Result<Example, String> {
+        // An array would be read as the fields in order.
+        if line.trim_ascii_start().first() != Some(&b'{') {
+            return Err("not a JSON object".into());
+        }
         let line: Line = serde_json::from_slice(line).map_err(|e| {
             // The line within a line says nothing.
             let text = e.to_string();

@@ -216,6 +216,10 @@ impl Tokenizer {
         let (settings_file, settings) = match settings {
             None => (file, Settings::default()),
             Some((file, text)) => {
+                // An array would be read as the fields in order.
+                if text.trim_ascii_start().first() != Some(&b'{') {
+                    return Err(format_error(file, None, "it holds no JSON object"));
+                }
                 let parsed: Settings = serde_json::from_slice(text)
                     .map_err(|e| format_error(file, None, format!("not a valid tokenizer configuration: {e}")))?;
                 (file, parsed)

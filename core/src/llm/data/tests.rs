@@ -80,6 +80,7 @@ fn a_bad_line_is_named_by_file_and_line() {
         "{\"text\":\"a\"",
         "{}",
         "[]",
+        "[\"a\",null,null,null]",
         "{\"prompt\":\"a\"}",
         "{\"text\":\"a\",\"prompt\":\"a\",\"completion\":\"b\"}",
         "{\"messages\":[]}",
