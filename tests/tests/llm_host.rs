@@ -197,6 +197,27 @@ fn a_stream_of_bytes_that_are_no_text_ends() {
 }
 
 #[test]
+fn bytes_of_a_character_wait_for_each_other_where_tokens_stand_for_single_bytes() {
+    // As in Llama 2: a run of bytes is text or it is not, as a whole.
+    let json = serde_json::json!({ "version": "1.0", "decoder": { "type": "Sequence", "decoders":
+        [{ "type": "ByteFallback" }, { "type": "Fuse" }] }, "model": { "type": "BPE", "byte_fallback": true, "merges": [],
+        "vocab": { "a": 0, "<0xE2>": 1, "<0x82>": 2, "<0xAC>": 3, "<0xFF>": 4 } } });
+    let t = Tokenizer::parse("t", json.to_string().as_bytes(), None).unwrap();
+    let stream = |ids: &[u32]| {
+        let mut stream = t.stream(false);
+        let mut pieces: Vec<String> = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
+        pieces.push(stream.finish().unwrap());
+        pieces
+    };
+    assert_eq!(stream(&[0, 1, 2, 3, 0]), ["a", "", "", "€", "a", ""]);
+    assert_eq!(stream(&[0, 4, 0]), ["a", "", "\u{FFFD}a", ""]);
+    // What was given out stays, although the tokenizer now calls all four bytes broken.
+    assert_eq!(stream(&[1, 2, 3, 4, 0]).concat(), "€\u{FFFD}a");
+    let many: Vec<u32> = [1, 2, 3, 0].into_iter().cycle().take(400).collect();
+    assert_eq!(stream(&many).concat(), t.decode(&many, false).unwrap());
+}
+
+#[test]
 fn the_template_of_smollm2_makes_the_prompt_of_the_reference() {
     let t = tokenizer("smollm2");
     let text = t.chat_template("default").unwrap();

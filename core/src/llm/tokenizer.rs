@@ -396,6 +396,11 @@ const BROKEN: char = '\u{FFFD}';
 /// Tokens after which the window of a stream is cut back, and those kept: they carry the context for spaces.
 const WINDOW: (usize, usize) = (32, 8);
 
+/// Without what may become another text: bytes that are no character yet show as up to three replacement characters.
+fn certain(text: &str) -> &str {
+    (0..3).fold(text, |text, _| text.strip_suffix(BROKEN).unwrap_or(text))
+}
+
 /// Ids to text, piece by piece: the pieces together are the text of all ids, and none ends within a character.
 #[derive(Debug)]
 pub struct TextStream<'a> {
@@ -412,15 +417,16 @@ impl TextStream<'_> {
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
-        // Bytes that are no character yet show as up to three of these at the end.
-        let mut certain = text.as_str();
-        for _ in 0..3 {
-            certain = certain.strip_suffix(BROKEN).unwrap_or(certain);
-        }
-        let new = self.new_part(certain, id);
-        if self.ids.len() >= WINDOW.0 && self.given.len() == text.len() {
-            self.ids.drain(..WINDOW.0 - WINDOW.1);
-            self.given = self.tokenizer.decode(&self.ids, self.skip_special)?;
+        let new = self.new_part(certain(&text), id);
+        if self.ids.len() >= WINDOW.0 {
+            let kept = self.ids[self.ids.len() - WINDOW.1..].to_vec();
+            let kept_text = self.tokenizer.decode(&kept, self.skip_special)?;
+            let given = certain(&kept_text);
+            // Only where what is held back is the same, so that nothing of it is lost or told twice.
+            if text.get(self.given.len()..) == kept_text.get(given.len()..) {
+                self.given = given.to_owned();
+                self.ids = kept;
+            }
         }
         Ok(new)
     }

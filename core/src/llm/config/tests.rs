@@ -202,3 +202,26 @@ fn dropout_of_the_base_is_said_and_end_tokens_are_gathered() {
     assert_eq!(config.eos, [2, 7, 9]);
     assert_eq!(config.add_end_tokens("g", b"{\"eos_token_id\": true}").unwrap_err().code(), "format");
 }
+
+#[test]
+fn fields_that_files_of_the_hub_carry_and_that_change_nothing_are_let_by() {
+    let small = with(json!({
+        "_name_or_path": "x", "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "initializer_range": 0.04, "is_llama_config": true, "mlp_bias": false, "pad_token_id": 2, "pretraining_tp": 1,
+        "rope_interleaved": false, "rope_scaling": null, "rope_theta": 100_000, "tie_word_embeddings": true,
+        "torch_dtype": "bfloat16", "transformers.js_config": { "kv_cache_dtype": {} }, "transformers_version": "4.42.3",
+        "use_cache": true, "quantization_config": null,
+    }));
+    let small = parse(&small).unwrap();
+    assert_eq!((small.rope.theta, small.tied, small.notes.len()), (100_000.0, true, 0));
+    let gpt2 = json!({
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+        "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "model_type": "gpt2",
+        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
+        "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+        "summary_type": "cls_index", "summary_use_proj": true, "vocab_size": 50257,
+        "task_specific_params": { "text-generation": { "do_sample": true, "max_length": 50 } },
+    });
+    let gpt2 = parse(&gpt2).unwrap();
+    assert_eq!((gpt2.head_dim, gpt2.ffn, gpt2.notes.len()), (64, 3072, 3));
+}

@@ -42,7 +42,7 @@ impl Batches {
     ///
     /// Errors: [`Error::Invalid`] if one is 0, or a window has more rows than 2²⁴.
     pub fn new(set: Dataset, order: Order, rows: u64, accumulation: u64) -> Result<Batches> {
-        let window = rows.checked_mul(accumulation).unwrap_or(u64::MAX);
+        let window = rows.saturating_mul(accumulation);
         if !(1..=1 << 24).contains(&window) {
             let reason = format!("{accumulation} batches of {rows} rows: a step needs from 1 to 16777216 rows");
             return Err(Error::Invalid { what: "--batch-size".into(), reason });
