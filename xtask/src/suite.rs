@@ -152,13 +152,15 @@ fn native_stages(options: &Options, report: &mut Report) {
 }
 
 /// The tests of engine, kernels and ops, for a second run elsewhere. The reference tests of whole models, which are many
-/// steps of the same kernels, run there in the long suite only.
+/// steps of the same kernels, run there in the long suite only. Where nextest can filter, the selection stays the whole
+/// workspace: one package alone has other features of its dependencies, and builds them anew for minutes.
 fn engine_tests(options: &Options) -> Step {
-    let step = native_tests(options, "--package=ebbtide-tests");
-    if options.long || find_program("cargo-nextest").is_none() {
-        step
-    } else {
-        step.args(["-E", "not binary(/^llm_/)"])
+    match (find_program("cargo-nextest").is_some(), options.long) {
+        (false, _) => native_tests(options, "--package=ebbtide-tests"),
+        (true, true) => native_tests(options, "--workspace").args(["-E", "package(ebbtide-tests)"]),
+        (true, false) => {
+            native_tests(options, "--workspace").args(["-E", "package(ebbtide-tests) and not binary(/^llm_/)"])
+        }
     }
 }
 
