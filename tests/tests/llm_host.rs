@@ -28,6 +28,10 @@ fn shakespeare() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../native/assets/tiny-shakespeare-llama")
 }
 
+fn tide_log_folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../native/assets/tide-log")
+}
+
 #[test]
 fn configurations_of_the_hub_and_of_transformers_5_read_the_same() {
     for model in ["llama_untied", "llama_tied", "qwen2", "gpt2"] {
@@ -245,7 +249,7 @@ fn tide_log(file: &str, tokenizer: Arc<Tokenizer>, mask_prompt: bool, max_tokens
     let vocabulary = tokenizer.vocabulary();
     let options = DataOptions { mask_prompt, max_tokens };
     let encoder = Arc::new(Encoder::new(tokenizer, template, end, vocabulary, options).unwrap());
-    let source = Source::open(fixture("data/tide-log").join(file)).unwrap();
+    let source = Source::open(tide_log_folder().join(file)).unwrap();
     wait(Dataset::scan(source, encoder)).unwrap_or_else(|e| panic!("{e}"))
 }
 
@@ -286,7 +290,7 @@ fn masked_completions_and_answers_of_the_tide_log_train_only_themselves() {
     let t = Arc::new(tokenizer("smollm2"));
     for (file, mark) in [("prompt_completion_train.jsonl", "completion"), ("chat_train.jsonl", "content")] {
         let (masked, all) = (tide_log(file, Arc::clone(&t), true, 512), tide_log(file, Arc::clone(&t), false, 512));
-        let lines = std::fs::read_to_string(fixture("data/tide-log").join(file)).unwrap();
+        let lines = std::fs::read_to_string(tide_log_folder().join(file)).unwrap();
         for (row, line) in (0..).zip(lines.lines()) {
             let line: Value = serde_json::from_str(line).unwrap();
             let last = line["messages"].as_array().and_then(|m| m.last()).unwrap_or(&line);
@@ -302,6 +306,6 @@ fn masked_completions_and_answers_of_the_tide_log_train_only_themselves() {
 
 #[test]
 fn the_folder_of_the_data_gives_its_two_files() {
-    let files = DataFiles::open(fixture("data/tide-log")).unwrap();
+    let files = DataFiles::open(tide_log_folder()).unwrap();
     assert!(files.train.name().ends_with("train.jsonl") && files.valid.unwrap().name().ends_with("valid.jsonl"));
 }
