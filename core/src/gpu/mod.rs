@@ -10,7 +10,7 @@ use std::cell::Cell;
 
 pub use device::{Buffer, Device, DeviceChoice, Faults};
 pub(crate) use pipelines::Pipeline;
-pub(crate) use queue::{Dispatch, Recorder};
+pub(crate) use queue::{Dispatch, Mapping, Recorder};
 
 thread_local! {
     static FOREIGN: Cell<u32> = const { Cell::new(0) };

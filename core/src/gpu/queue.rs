@@ -2,16 +2,46 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use super::{Device, Pipeline, foreign};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rt;
 
 /// Most dispatches in one submission.
 const MAX_DISPATCHES: u32 = 64;
 /// Most submissions that the host runs ahead of the queue.
 const MAX_AHEAD: u64 = 8;
+
+/// Short waits in which a device that refuses a mapping may still say that it is lost.
+const LAST_WORDS: u32 = 20;
+
+/// What became of a buffer that was asked to be mapped.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Mapping(Arc<AtomicU8>);
+
+const MAPPED: u8 = 1;
+const REFUSED: u8 = 2;
+
+impl Mapping {
+    /// Whether it is mapped.
+    pub fn is_mapped(&self) -> bool {
+        self.0.load(Ordering::Acquire) == MAPPED
+    }
+
+    fn is_refused(&self) -> bool {
+        self.0.load(Ordering::Acquire) == REFUSED
+    }
+
+    /// Before it is asked for, or after it was used.
+    pub fn clear(&self) {
+        self.0.store(0, Ordering::Release);
+    }
+
+    fn end(&self, mapped: bool) {
+        self.0.store(if mapped { MAPPED } else { REFUSED }, Ordering::Release);
+    }
+}
 
 /// A kernel call with everything bound.
 pub(crate) struct Dispatch<'a> {
@@ -166,24 +196,36 @@ impl Recorder {
         self.wait(self.submitted.saturating_sub(MAX_AHEAD), stop).await
     }
 
-    /// Begins to map a buffer; the flag is set when it is mapped. Awaited by [`Recorder::wait_for`].
-    pub fn map(&self, buffer: &wgpu::Buffer, mode: wgpu::MapMode, flag: &Arc<AtomicBool>) {
-        let (flag, wake) = (flag.clone(), self.wake.0.clone());
+    /// Begins to map a buffer. Awaited by [`Recorder::wait_for`].
+    pub fn map(&self, buffer: &wgpu::Buffer, mode: wgpu::MapMode, mapping: &Mapping) {
+        mapping.clear();
+        let (mapping, wake) = (mapping.clone(), self.wake.0.clone());
         foreign(|| {
             buffer.slice(..).map_async(mode, move |result| {
-                // A buffer that cannot be mapped belongs to a lost device, which `check` reports.
-                flag.store(result.is_ok(), Ordering::Release);
+                mapping.end(result.is_ok());
                 let _ = wake.try_send(());
             });
         });
     }
 
-    /// Waits for a flag set by [`Recorder::map`] of a buffer last used in `epoch`.
-    pub async fn wait_for(&mut self, flag: &AtomicBool, epoch: u64, stop: &dyn Fn() -> Result<()>) -> Result<()> {
-        while !flag.load(Ordering::Acquire) {
+    /// Waits for the end of a [`Recorder::map`] of a buffer last used in `epoch`.
+    pub async fn wait_for(&mut self, mapping: &Mapping, epoch: u64, stop: &dyn Fn() -> Result<()>) -> Result<()> {
+        while !mapping.is_mapped() {
             stop()?;
+            self.not_refused(mapping).await?;
             self.pump(epoch, true).await?;
         }
         Ok(())
+    }
+
+    /// An error if the mapping was refused: that the device is lost, where it says so.
+    pub async fn not_refused(&mut self, mapping: &Mapping) -> Result<()> {
+        if !mapping.is_refused() {
+            return Ok(());
+        }
+        for _ in 0..LAST_WORDS {
+            self.pump(0, true).await?;
+        }
+        Err(Error::Gpu { what: "the mapping of a ring's chunk".into(), reason: "the driver gave no reason".into() })
     }
 }

@@ -9,7 +9,9 @@ pub mod file;
 #[cfg_attr(not(target_arch = "wasm32"), path = "native.rs")]
 mod platform;
 
-pub use platform::{MAPPED_RINGS, Reader, pump};
+#[cfg(target_arch = "wasm32")]
+pub use platform::{Flight, flight, pause};
+pub use platform::{MAPPED_RINGS, Reader, Scratch, Shared, Sink, Waiting, pump};
 
 use std::sync::Arc;
 
@@ -21,15 +23,15 @@ pub enum ChunkMemory {
     /// A mapped chunk: the reader writes where the GPU copies from.
     Mapped(wgpu::BufferViewMut),
     /// A host buffer that `writeBuffer` copies from.
-    Scratch(Vec<u8>),
+    Scratch(Scratch),
 }
 
 impl ChunkMemory {
-    /// The bytes, to be written.
-    pub fn bytes(&mut self) -> &mut [u8] {
+    /// A part of it, to be written.
+    pub fn sink(&mut self, range: std::ops::Range<usize>) -> Sink<'_> {
         match self {
-            ChunkMemory::Mapped(view) => crate::gpu::mapped_bytes(view),
-            ChunkMemory::Scratch(bytes) => bytes,
+            ChunkMemory::Mapped(view) => Sink::new(&mut crate::gpu::mapped_bytes(view)[range]),
+            ChunkMemory::Scratch(scratch) => scratch.sink(range),
         }
     }
 }
@@ -80,18 +82,15 @@ pub struct Done {
 }
 
 impl Job {
-    /// Fills the chunk. After an error its content must not be used.
-    async fn fill(&mut self) -> Result<()> {
-        let bytes = self.memory.bytes();
+    /// Zeroes what no read covers.
+    fn zero_gaps(&mut self) {
         let mut end = 0;
-        for read in &self.table.reads[self.reads.start as usize..self.reads.end as usize] {
-            let (to, len) = (read.to as usize, read.len as usize);
-            bytes[end..to].fill(0);
-            end = to + len;
-            self.table.sources[read.source as usize].fill(read.at, &mut bytes[to..end]).await?;
+        for i in self.reads.clone() {
+            let read = self.table.reads[i as usize];
+            self.memory.sink(end..read.to as usize).zero();
+            end = (read.to + read.len) as usize;
         }
-        bytes[end..self.len as usize].fill(0);
-        Ok(())
+        self.memory.sink(end..self.len as usize).zero();
     }
 
     fn done(self, result: Result<()>) -> Done {

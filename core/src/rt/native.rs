@@ -1,7 +1,7 @@
 //! Native: a reader thread, and waiting by polling the device in short slices.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
@@ -15,6 +15,76 @@ pub const MAPPED_RINGS: bool = true;
 
 /// How long one wait may hold the thread, so that cancelling and a lost device are noticed.
 const SLICE: Duration = Duration::from_millis(10);
+
+/// What sources are natively: of any thread.
+pub trait Shared: Send + Sync {}
+
+impl<T: Send + Sync + ?Sized> Shared for T {}
+
+/// A future that a source hands out.
+pub type Waiting<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Where a source puts the bytes that it reads.
+pub struct Sink<'a>(&'a mut [u8]);
+
+impl<'a> Sink<'a> {
+    /// Memory of the process.
+    pub fn new(bytes: &'a mut [u8]) -> Sink<'a> {
+        Sink(bytes)
+    }
+
+    /// Bytes that it takes.
+    #[allow(clippy::len_without_is_empty, reason = "nothing asks")]
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Puts bytes at a place. Panics past the end, as a slice does.
+    pub fn put(&mut self, at: usize, bytes: &[u8]) {
+        self.0[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// Zeroes all of it.
+    pub fn zero(&mut self) {
+        self.0.fill(0);
+    }
+
+    /// Lets bytes be read into it, in pieces in order: each with its first byte's place.
+    pub fn by_pieces<E>(self, mut each: impl FnMut(usize, &mut [u8]) -> Result<(), E>) -> Result<(), E> {
+        each(0, self.0)
+    }
+}
+
+/// A host buffer in place of a mapped chunk. Natively there is none.
+pub enum Scratch {}
+
+impl Scratch {
+    /// None is made natively.
+    pub fn new(_: u64) -> Result<Option<Scratch>> {
+        Ok(None)
+    }
+
+    /// A part of it.
+    pub fn sink(&mut self, _: std::ops::Range<usize>) -> Sink<'_> {
+        match *self {}
+    }
+
+    /// Hands its first bytes to the queue.
+    pub fn write(&self, _: &wgpu::Queue, _: (&wgpu::Buffer, u64), _: u32) -> Result<()> {
+        match *self {}
+    }
+}
+
+/// Fills a chunk, read after read. After an error its content must not be used.
+async fn fill(job: &mut Job) -> Result<()> {
+    job.zero_gaps();
+    for i in job.reads.clone() {
+        let read = job.table.reads[i as usize];
+        let sink = job.memory.sink(read.to as usize..(read.to + read.len) as usize);
+        job.table.sources[read.source as usize].fill_sink(read.at, sink).await?;
+    }
+    Ok(())
+}
 
 /// Fills ring chunks on a thread of its own, in the order of the jobs.
 pub struct Reader {
@@ -32,7 +102,7 @@ impl Reader {
             .name("ebbtide-reader".into())
             .spawn(move || {
                 for mut job in queue {
-                    let filled = catch_unwind(AssertUnwindSafe(|| at_once(job.fill())));
+                    let filled = catch_unwind(AssertUnwindSafe(|| at_once(fill(&mut job))));
                     // A reader of the caller's that panics must not take the ring's memory with it.
                     let result = filled.unwrap_or_else(|_| {
                         Err(Error::Io { file: "a source".into(), reason: "its reader panicked".into() })

@@ -6,13 +6,12 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::compile::{Category, Ring};
 use crate::error::{Error, Result};
-use crate::gpu::{Buffer, Device, Recorder, foreign};
+use crate::gpu::{Buffer, Device, Mapping, Recorder, foreign};
 use crate::memory::Chunks;
-use crate::rt::{ChunkMemory, Job, MAPPED_RINGS, Reader, Reads};
+use crate::rt::{ChunkMemory, Job, MAPPED_RINGS, Reader, Reads, Scratch};
 
 /// A filled chunk's destination.
 #[derive(Clone, Copy, Debug)]
@@ -37,7 +36,7 @@ pub(crate) struct UploadRing {
     device: Device,
     chunks: Chunks,
     buffers: Vec<Buffer>,
-    mapped: Vec<Arc<AtomicBool>>,
+    mapped: Vec<Mapping>,
     /// Whether a mapping was asked for and not used yet.
     asked: Vec<bool>,
     /// Memory of idle chunks, where it is at hand.
@@ -60,15 +59,15 @@ impl UploadRing {
             // that what is counted is what is taken.
             buffers.push(device.buffer("an upload chunk", Category::Upload, ring.chunk, usage).await?);
         }
-        let scratch = || if MAPPED_RINGS { None } else { Some(ChunkMemory::Scratch(vec![0; ring.chunk as usize])) };
+        let scratch = |_| Ok(Scratch::new(ring.chunk)?.map(ChunkMemory::Scratch));
         Ok(UploadRing {
             ring,
             device: device.clone(),
             chunks: Chunks::new(ring.chunks),
             buffers,
-            mapped: (0..ring.chunks).map(|_| Arc::new(AtomicBool::new(false))).collect(),
+            mapped: (0..ring.chunks).map(|_| Mapping::default()).collect(),
             asked: vec![false; ring.chunks as usize],
-            memory: (0..ring.chunks).map(|_| scratch()).collect(),
+            memory: (0..ring.chunks).map(scratch).collect::<Result<_>>()?,
             issued: VecDeque::with_capacity(ring.chunks as usize),
             reader: Reader::new(ring.chunks)?,
             reading: 0,
@@ -94,12 +93,12 @@ impl UploadRing {
         let Some(next) = self.chunks.peek() else { return Ok(None) };
         let i = next as usize;
         let held = self.memory[i].is_some();
-        if !held && !self.mapped[i].load(Ordering::Acquire) {
+        if !held && !self.mapped[i].is_mapped() {
             return Ok(None);
         }
         let Some(chunk) = self.chunks.take(recorder.completed()) else { return Ok(None) };
         if !held {
-            self.mapped[i].store(false, Ordering::Release);
+            self.mapped[i].clear();
             self.asked[i] = false;
             let view = foreign(|| self.buffers[i].raw().get_mapped_range_mut(..))
                 .map_err(|e| Error::Gpu { what: "the mapping of an upload chunk".into(), reason: e.to_string() })?;
@@ -126,26 +125,11 @@ impl UploadRing {
         Ok(true)
     }
 
-    /// An idle chunk for a part that the session fills itself; [`UploadRing::end`] hands it back.
-    pub fn begin(&mut self, recorder: &Recorder) -> Result<Option<(u32, ChunkMemory)>> {
-        self.take(recorder)
-    }
-
-    /// A part that the session filled.
-    pub fn end(&mut self, part: Part, chunk: u32, memory: ChunkMemory) {
-        self.issued.push_back(Issued { part, chunk, ready: Some(memory) });
-    }
-
-    /// A chunk that could not be filled: idle again.
-    pub fn give_up(&mut self, chunk: u32, memory: ChunkMemory) {
-        self.memory[chunk as usize] = Some(memory);
-    }
-
     /// Fills a part from the caller's memory, if a chunk is idle.
     pub fn put(&mut self, recorder: &Recorder, part: Part, bytes: &[u8]) -> Result<bool> {
-        let Some((chunk, mut memory)) = self.begin(recorder)? else { return Ok(false) };
-        memory.bytes()[..bytes.len()].copy_from_slice(bytes);
-        self.end(part, chunk, memory);
+        let Some((chunk, mut memory)) = self.take(recorder)? else { return Ok(false) };
+        memory.sink(0..bytes.len()).put(0, bytes);
+        self.issued.push_back(Issued { part, chunk, ready: Some(memory) });
         Ok(true)
     }
 
@@ -196,12 +180,13 @@ impl UploadRing {
                 });
                 recorder.copy((self.buffers[chunk as usize].raw(), 0), to, u64::from(part.len));
             }
-            ChunkMemory::Scratch(bytes) => {
+            ChunkMemory::Scratch(scratch) => {
                 // writeBuffer goes before everything submitted later, so what is recorded must go out first.
                 recorder.submit()?;
-                foreign(|| self.device.raw_queue().write_buffer(to.0, to.1, &bytes[..part.len as usize]));
+                let written = foreign(|| scratch.write(self.device.raw_queue(), to, part.len));
                 recorder.touch();
-                self.memory[chunk as usize] = Some(ChunkMemory::Scratch(bytes));
+                self.memory[chunk as usize] = Some(ChunkMemory::Scratch(scratch));
+                written?;
             }
         }
         self.chunks.recorded(chunk);
@@ -229,6 +214,12 @@ impl UploadRing {
         self.chunks.waits_for()
     }
 
+    /// The mapping that the next chunk waits for.
+    pub fn mapping(&self) -> Option<Mapping> {
+        let next = self.chunks.peek()? as usize;
+        self.memory[next].is_none().then(|| self.mapped[next].clone())
+    }
+
     /// After a failure: waits for the reader, and takes all chunks back.
     pub async fn reset(&mut self, recorder: &Recorder) {
         while self.reading > 0 {
@@ -247,7 +238,7 @@ impl UploadRing {
 pub(crate) struct ReadbackRing {
     ring: Ring,
     buffers: Vec<Buffer>,
-    mapped: Vec<Arc<AtomicBool>>,
+    mapped: Vec<Mapping>,
     /// Whether a mapping was asked for and not ended.
     asked: Vec<bool>,
 }
@@ -290,7 +281,6 @@ impl ReadbackRing {
             let epoch = recorder.submit()?;
             submitted(recorder);
             for i in 0..parts {
-                self.mapped[i].store(false, Ordering::Release);
                 self.asked[i] = true;
                 recorder.map(self.buffers[i].raw(), wgpu::MapMode::Read, &self.mapped[i]);
             }
@@ -324,7 +314,7 @@ impl ReadbackRing {
     pub fn reset(&mut self) {
         for (i, asked) in self.asked.iter_mut().enumerate().filter(|(_, asked)| **asked) {
             foreign(|| self.buffers[i].raw().unmap());
-            (*asked, self.mapped[i]) = (false, Arc::default());
+            (*asked, self.mapped[i]) = (false, Mapping::default());
         }
     }
 }

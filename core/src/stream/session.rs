@@ -478,6 +478,9 @@ impl Session {
         if self.upload.has_recorded() {
             self.flush()?;
         }
+        if let Some(mapping) = self.upload.mapping() {
+            self.recorder.not_refused(&mapping).await?;
+        }
         let epoch = self.upload.waits_for().unwrap_or(0);
         self.recorder.pump(epoch, true).await
     }
@@ -580,6 +583,8 @@ struct Progress {
     /// Entries of `fills` that are complete, in order.
     complete: usize,
     parts_done: u32,
+    /// The load of rows whose reads are listed.
+    listed: Option<u32>,
     /// Action being executed.
     at: usize,
 }

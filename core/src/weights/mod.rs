@@ -17,4 +17,4 @@ pub use dtype::{DType, FileDType};
 pub use piece::{PIECE_BYTES, Piece};
 pub use safetensors::{Header, TensorInfo};
 pub use segment::{Segment, SegmentEntry, SegmentId};
-pub use source::{Identity, ReadAt, Source};
+pub use source::{Fetch, Identity, ReadAt, Source};

@@ -6,6 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::rt::file::{FileId, PositionedFile};
+use crate::rt::{Shared, Sink, Waiting};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::io;
@@ -28,10 +29,26 @@ pub trait ReadAt: Send + Sync {
     }
 }
 
+/// A reader that has to be waited for: a file of the browser, a server. For [`Source::waiting`].
+pub trait Fetch: Shared {
+    /// The name that errors show; its last path component without the extension names the default segment.
+    fn name(&self) -> &str;
+    /// The length when opened.
+    fn len(&self) -> u64;
+    /// Fills `sink` from the bytes at `offset`, which lie within the length: completely, or it is an error. Bytes that are no
+    /// longer those of the open are an [`Error::SourceChanged`].
+    fn fetch<'a>(&'a self, offset: u64, sink: Sink<'a>) -> Waiting<'a, Result<()>>;
+    /// Whether there are no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
 enum Inner {
     File(PositionedFile),
     Memory { name: String, bytes: Arc<[u8]> },
     Custom(Arc<dyn ReadAt>),
+    Waiting(Arc<dyn Fetch>),
 }
 
 /// Bytes that weights are read from. Clones are the same source.
@@ -67,12 +84,18 @@ impl Source {
         Source(Arc::new(Inner::Custom(reader)))
     }
 
+    /// A reader of the caller's that has to be waited for: only [`Source::fill`] reads from it.
+    pub fn waiting(reader: Arc<dyn Fetch>) -> Source {
+        Source(Arc::new(Inner::Waiting(reader)))
+    }
+
     /// The path or name.
     pub fn name(&self) -> &str {
         match &*self.0 {
             Inner::File(file) => file.name(),
             Inner::Memory { name, .. } => name,
             Inner::Custom(reader) => reader.name(),
+            Inner::Waiting(reader) => reader.name(),
         }
     }
 
@@ -91,6 +114,7 @@ impl Source {
             Inner::File(file) => file.len(),
             Inner::Memory { bytes, .. } => bytes.len() as u64,
             Inner::Custom(reader) => reader.len(),
+            Inner::Waiting(reader) => reader.len(),
         }
     }
 
@@ -106,6 +130,7 @@ impl Source {
             Inner::File(file) => Identity::File(file.id().clone()),
             Inner::Memory { bytes, .. } => Identity::Memory(bytes.as_ptr().addr()),
             Inner::Custom(reader) => Identity::Custom(Arc::as_ptr(reader).addr()),
+            Inner::Waiting(reader) => Identity::Custom(Arc::as_ptr(reader).addr()),
         }
     }
 
@@ -113,7 +138,8 @@ impl Source {
     pub fn unchanged(&self) -> Result<()> {
         match &*self.0 {
             Inner::File(file) => file.unchanged(),
-            Inner::Memory { .. } => Ok(()),
+            // What has to be waited for looks at every read by itself.
+            Inner::Memory { .. } | Inner::Waiting(_) => Ok(()),
             Inner::Custom(reader) => reader.unchanged(),
         }
     }
@@ -124,12 +150,7 @@ impl Source {
     /// *after* the read, so bytes that changed under it are caught as well), [`Error::Io`] if the system reports
     /// an error or the bytes end before the range does. After an error the content of `sink` must not be used.
     pub fn read_exact_at(&self, offset: u64, sink: &mut [u8]) -> Result<()> {
-        let end = offset.checked_add(sink.len() as u64).filter(|end| *end <= self.len());
-        let Some(end) = end else {
-            self.unchanged()?;
-            let reason = format!("{} bytes at byte {offset} were asked for, but it has {}", sink.len(), self.len());
-            return Err(self.io(reason));
-        };
+        let end = self.end_of(offset, sink.len())?;
         let mut done = 0;
         while let Some(rest) = sink.get_mut(done..).filter(|rest| !rest.is_empty()) {
             let at = offset + done as u64;
@@ -155,7 +176,27 @@ impl Source {
 
     /// As [`Source::read_exact_at`], for callers that may wait for a source which cannot block.
     pub async fn fill(&self, offset: u64, sink: &mut [u8]) -> Result<()> {
-        self.read_exact_at(offset, sink)
+        self.fill_sink(offset, Sink::new(sink)).await
+    }
+
+    /// As [`Source::fill`], into whatever memory the platform uploads from.
+    pub async fn fill_sink(&self, offset: u64, sink: Sink<'_>) -> Result<()> {
+        match &*self.0 {
+            Inner::Waiting(reader) => {
+                self.end_of(offset, sink.len())?;
+                reader.fetch(offset, sink).await
+            }
+            _ => sink.by_pieces(|at, piece| self.read_exact_at(offset + at as u64, piece)),
+        }
+    }
+
+    /// Where a range ends; an error unless that is within the source.
+    fn end_of(&self, offset: u64, len: usize) -> Result<u64> {
+        if let Some(end) = offset.checked_add(len as u64).filter(|end| *end <= self.len()) {
+            return Ok(end);
+        }
+        self.unchanged()?;
+        Err(self.io(format!("{len} bytes at byte {offset} were asked for, but it has {}", self.len())))
     }
 
     fn read_some(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize> {
@@ -169,6 +210,9 @@ impl Source {
                 Ok(n)
             }
             Inner::Custom(reader) => reader.read_at(offset, buf),
+            Inner::Waiting(_) => {
+                Err(io::Error::new(io::ErrorKind::Unsupported, "it has to be waited for, which this caller cannot"))
+            }
         }
     }
 

@@ -3,7 +3,6 @@
 use super::rows::ids_of;
 use super::*;
 use crate::graph::HookWhen;
-use crate::weights::WeightId;
 
 impl Session {
     pub(super) async fn execute(
@@ -20,7 +19,7 @@ impl Session {
         let set = self.set.clone();
         let bound_all = self.bound.clone();
         let mut bound = bound_all.get(index).map(|b| b.iter()).unwrap_or_default();
-        let mut progress = Progress { fill: 0, part: 0, complete: 0, parts_done: 0, at: 0 };
+        let mut progress = Progress { fill: 0, part: 0, complete: 0, parts_done: 0, listed: None, at: 0 };
         for (i, action) in plan.actions.iter().enumerate() {
             // Once the first update is recorded the step is done: stopping now would leave half of it.
             stop()?;
@@ -165,30 +164,6 @@ impl Session {
         }
     }
 
-    /// Reads bytes `start ..` of the rows that the ids name into a chunk, if one is idle.
-    async fn put_rows(&mut self, part: Part, weight: WeightId, ids: &[u8], start: u64) -> Result<bool> {
-        let Some((chunk, mut memory)) = self.upload.begin(&self.recorder)? else { return Ok(false) };
-        let rows = self.rows.get(&weight).ok_or_else(|| Error::NotFound {
-            what: "weight",
-            name: format!("#{}", weight.0),
-            hint: None,
-        });
-        let result = match rows {
-            Ok(rows) => rows.read(ids, start, &mut memory.bytes()[..part.len as usize]).await,
-            Err(error) => Err(error),
-        };
-        match result {
-            Ok(()) => {
-                self.upload.end(part, chunk, memory);
-                Ok(true)
-            }
-            Err(error) => {
-                self.upload.give_up(chunk, memory);
-                Err(error)
-            }
-        }
-    }
-
     /// Does what can be done without waiting: starts reads, takes note of finished ones, records ready copies.
     async fn advance(
         &mut self,
@@ -225,8 +200,17 @@ impl Session {
                         let start = u64::from(progress.part) * chunk;
                         let part =
                             Part { action: *fill, part: progress.part, len: (to.size - start).min(chunk) as u32 };
-                        let ids = ids_of(plan, *input, inputs);
-                        (self.put_rows(part, *weight, ids, start).await?, to.size.div_ceil(chunk) as u32)
+                        let rows = self.rows.get_mut(weight).ok_or_else(|| Error::NotFound {
+                            what: "weight",
+                            name: format!("#{}", weight.0),
+                            hint: None,
+                        })?;
+                        if progress.listed != Some(*fill) {
+                            rows.prepare(ids_of(plan, *input, inputs), to.size, chunk);
+                            progress.listed = Some(*fill);
+                        }
+                        let (reads, table) = rows.part(progress.part);
+                        (self.upload.read(&self.recorder, part, reads, table)?, to.size.div_ceil(chunk) as u32)
                     }
                     _ => return Err(Error::Plan { action: *fill as usize, reason: "it does not use the ring".into() }),
                 };

@@ -1,23 +1,36 @@
 //! Rows of an embedding, read from the file by the ids of a batch.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use crate::compile::{Action, Plan};
 use crate::error::{Error, Result};
+use crate::rt::{Read, Reads};
 use crate::weights::{Source, Weight};
 
 /// Where the rows of a weight are.
 pub(super) struct Rows {
-    source: Source,
     start: u64,
     row: u64,
     count: u64,
     name: String,
+    /// The reads of the batch at hand, and which of them are a part's.
+    table: Arc<Reads>,
+    parts: Vec<Range<u32>>,
 }
 
 impl Rows {
     pub fn new(source: Source, weight: &Weight) -> Rows {
         let row = weight.shape.last().copied().unwrap_or(1) * weight.dtype.size();
         let count = weight.bytes().checked_div(row).unwrap_or(0);
-        Rows { source, start: weight.range.start, row, count, name: weight.name().to_string() }
+        Rows {
+            start: weight.range.start,
+            row,
+            count,
+            name: weight.name().to_string(),
+            table: Arc::new(Reads { sources: vec![source], reads: Vec::new() }),
+            parts: Vec::new(),
+        }
     }
 
     /// Fails on the first id that is not a row.
@@ -31,22 +44,41 @@ impl Rows {
         }
     }
 
-    /// Bytes `start ..` of the rows, one behind the other, as many as `out` holds; those past the last row are zero.
-    pub async fn read(&self, ids: &[u8], start: u64, out: &mut [u8]) -> Result<()> {
-        let mut done = 0;
-        while done < out.len() {
-            let at = start + done as u64;
-            let (index, within) = ((at / self.row) as usize, at % self.row);
-            let Some(id) = ids.get(4 * index..4 * index + 4) else {
-                out[done..].fill(0);
-                return Ok(());
-            };
-            let len = ((self.row - within) as usize).min(out.len() - done);
-            let from = self.start + u64::from(id_at(id)) * self.row + within;
-            self.source.fill(from, &mut out[done..done + len]).await?;
-            done += len;
+    /// Lists what is to be read for the rows of a batch, one behind the other, in parts of `chunk` bytes, `size` in all. What
+    /// lies past the last row is not read. Makes nothing once a batch of that many ids was prepared.
+    pub fn prepare(&mut self, ids: &[u8], size: u64, chunk: u64) {
+        if Arc::get_mut(&mut self.table).is_none() {
+            // A run that was dropped has left reads of its own under way.
+            self.table = Arc::new(Reads { sources: self.table.sources.clone(), reads: Vec::new() });
         }
-        Ok(())
+        let Some(table) = Arc::get_mut(&mut self.table) else { return };
+        table.reads.clear();
+        self.parts.clear();
+        let end = size.min(ids.len() as u64 / 4 * self.row);
+        let mut at = 0;
+        while at < size {
+            let first = table.reads.len() as u32;
+            let part = (at + chunk).min(size);
+            let mut from = at;
+            while from < part.min(end) {
+                let (index, within) = ((from / self.row) as usize, from % self.row);
+                let len = (self.row - within).min(part.min(end) - from);
+                table.reads.push(Read {
+                    source: 0,
+                    at: self.start + u64::from(id_at(&ids[4 * index..])) * self.row + within,
+                    to: (from - at) as u32,
+                    len: len as u32,
+                });
+                from += len;
+            }
+            self.parts.push(first..table.reads.len() as u32);
+            at = part;
+        }
+    }
+
+    /// The reads of a part of what was prepared.
+    pub fn part(&self, part: u32) -> (Range<u32>, &Arc<Reads>) {
+        (self.parts.get(part as usize).cloned().unwrap_or_default(), &self.table)
     }
 }
 
