@@ -25,6 +25,7 @@ cargo xtask test  [FLAGS]   set up, then run every test suite
 cargo xtask web   [FLAGS]   set up, build the page into `dist`, serve it on localhost
     --build-only            build, do not serve
     --port N                port to serve on (8000)
+    --allow-origin ORIGIN   let the page read models from this origin too (may be repeated)
 cargo xtask bench [ARGS…]   set up, then run `ebbtide bench`
 cargo xtask setup           set up everything the commands above may need, run nothing
 ";

@@ -1,4 +1,4 @@
-//! Installing what a fresh machine lacks: a Vulkan adapter, the wasm32 target, wasm-bindgen, Chromium.
+//! Installing what a fresh machine lacks: a Vulkan adapter, the wasm32 target, wasm-bindgen, Node, Chromium.
 //!
 //! Each function makes sure of one thing and does nothing where it is there already, so a second run costs nothing.
 //! System packages are installed only as root on Debian and its kin; elsewhere the error is the command to run.
@@ -13,6 +13,7 @@ pub fn everything() -> Result<(), Failure> {
     adapter()?;
     wasm_toolchain()?;
     wasm_bindgen()?;
+    node_packages()?;
     browser()?;
     say("everything is in place");
     Ok(())
@@ -155,13 +156,62 @@ fn locked_version<'a>(lock: &'a str, package: &str) -> Option<&'a str> {
     lines.next()?.strip_prefix("version = \"")?.strip_suffix('"')
 }
 
+/// The page's packages from npm, at exactly the versions of its lock file: the chart library it is built with, and what
+/// it is checked and tested with. Returns the folder that holds them.
+pub fn node_packages() -> Result<PathBuf, Failure> {
+    let page = root().join("web/page");
+    let packages = page.join("node_modules");
+    let changed = |path: &Path| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();
+    // npm writes its own copy of the lock file when all is in place.
+    let (lock, done) = (changed(&page.join("package-lock.json")), changed(&packages.join(".package-lock.json")));
+    node()?;
+    if lock.is_some() && done >= lock {
+        return Ok(packages);
+    }
+    let npm = if cfg!(windows) { "npm.cmd" } else { "npm" };
+    let shown = format!("cd {} && npm ci", page.display());
+    step(npm).args(["ci", "--no-audit", "--no-fund", "--prefix"]).args([&page]).run().map_err(|failure| {
+        Failure::new(format!("{}; the page needs the packages that its lock file names: {shown}", failure.message))
+    })?;
+    Ok(packages)
+}
+
+/// Node with npm, from version 18 on.
+fn node() -> Result<(), Failure> {
+    let version = || {
+        find_program(if cfg!(windows) { "npm.cmd" } else { "npm" })?;
+        major_version(&step("node").args(["--version"]).output()?)
+    };
+    let (oldest, what) = (18, "Node 18 or newer with npm, for the page's chart library,");
+    if version().is_none() {
+        say("Node or npm is missing");
+        install_packages(&["nodejs", "npm"], what)?;
+    }
+    match version() {
+        Some(found) if found >= oldest => Ok(()),
+        Some(found) => Err(Failure::new(format!("{what} is needed; `node` here is version {found}"))),
+        None => Err(Failure::new("nodejs and npm were installed, but `node --version` does not answer")),
+    }
+}
+
+/// 20 of "v20.20.2".
+fn major_version(text: &str) -> Option<u32> {
+    text.trim().strip_prefix('v')?.split('.').next()?.parse().ok()
+}
+
+/// The browser that the page is tested in: the program itself, where it can be found by name.
+pub fn chromium() -> Option<PathBuf> {
+    BROWSERS.iter().find_map(|name| find_program(name))
+}
+
+const BROWSERS: [&str; 5] = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"];
+
 /// Headless Chromium with its driver; returns the driver.
 pub fn browser() -> Result<PathBuf, Failure> {
     let found = || {
         let driver = std::env::var_os("CHROMEDRIVER").map(PathBuf::from).or_else(|| find_program("chromedriver"))?;
-        let names = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"];
         // Outside Linux browsers are not on the PATH; their driver knows where they are.
-        (!cfg!(target_os = "linux") || names.iter().any(|name| find_program(name).is_some())).then_some(driver)
+        (!cfg!(target_os = "linux") || chromium().is_some()).then_some(driver)
     };
     if let Some(driver) = found() {
         return Ok(driver);
@@ -235,6 +285,12 @@ mod tests {
                     [[package]]\nname = \"wasm-bindgen\"\nversion = \"0.2.130\"\n";
         assert_eq!(locked_version(lock, "wasm-bindgen"), Some("0.2.130"));
         assert_eq!(locked_version(lock, "wasm"), None);
+    }
+
+    #[test]
+    fn the_version_of_node_is_its_first_number() {
+        assert_eq!(major_version("v20.20.2\n"), Some(20));
+        assert_eq!(major_version("20"), None);
     }
 
     #[test]

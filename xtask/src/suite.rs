@@ -4,7 +4,7 @@
 //! status is 1 if any failed. A stage that cannot run here is `skipped` with its reason, never silently left out.
 
 use crate::page;
-use crate::setup::{self, WasmToolchain};
+use crate::setup;
 use crate::shell::{Failure, Step, cargo, find_program, root, say};
 use crate::web;
 use std::path::PathBuf;
@@ -193,16 +193,14 @@ fn on_adapter(step: Step, name: &str) -> Step {
 
 /// What the stages of the browser need.
 struct Ready {
-    toolchain: WasmToolchain,
-    tools: PathBuf,
+    tools: web::Tools,
     driver: PathBuf,
 }
 
 fn browser_stages(options: &Options, report: &mut Report) {
     let mut ready = None;
     report.stage("web set-up", || {
-        let (toolchain, tools) = (setup::wasm_toolchain()?, setup::wasm_bindgen()?);
-        ready = Some(Ready { toolchain, tools, driver: setup::browser()? });
+        ready = Some(Ready { tools: web::Tools::set_up()?, driver: setup::browser()? });
         Ok(())
     });
     let Some(ready) = ready else {
@@ -211,10 +209,7 @@ fn browser_stages(options: &Options, report: &mut Report) {
         }
         return;
     };
-    report.stage("page", || {
-        web::build(&ready.toolchain, &ready.tools)?;
-        page::check(&ready.driver)
-    });
+    report.stage("page", || page::check(web::build(&ready.tools, &[])?, &ready.tools.packages));
     report.stage("browser", || browser_tests(options, &ready, &["--package", "ebbtide-web", "--tests"]).run());
     // The bodies of the native kernel tests, on the browser's own shader compiler.
     let kernels = ["--package", "ebbtide-tests", "--test", "kernels_*"];
@@ -224,11 +219,12 @@ fn browser_stages(options: &Options, report: &mut Report) {
 /// Tests of one package in headless Chromium, with the browser's flags of `web/webdriver.json`.
 fn browser_tests(options: &Options, ready: &Ready, selection: &[&str]) -> Step {
     let step = ready
+        .tools
         .toolchain
         .cargo("test")
         .args(["--no-fail-fast"])
         .args(selection)
-        .env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUNNER", ready.tools.join("wasm-bindgen-test-runner"))
+        .env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUNNER", ready.tools.wasm_bindgen.join("wasm-bindgen-test-runner"))
         .env("CHROMEDRIVER", &ready.driver)
         .env("WASM_BINDGEN_TEST_WEBDRIVER_JSON", root().join("web/webdriver.json"))
         // SwiftShader compiles pipelines on two cores; the runner's own limit is 20 s for all tests of a file.

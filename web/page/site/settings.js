@@ -1,0 +1,74 @@
+// How to train: the form of settings as the engine wants it.
+
+/** @import { DataSettings, RunSettings } from "../protocol.d.ts" */
+import { app, onChange } from "./app.js";
+import { byId } from "./dom.js";
+import { plural } from "./format.js";
+
+const form = byId("settings", HTMLFormElement);
+const words = byId("settings-words", HTMLElement);
+const prompt = byId("prompt", HTMLInputElement);
+
+const NUMBERS = /** @type {const} */ ([
+  "steps", "batch_size", "grad_accumulation_steps", "learning_rate", "warmup", "rank", "alpha", "dropout", "seed",
+  "steps_per_eval", "save_every",
+]);
+const TEXTS = /** @type {const} */ (["lr_schedule", "target_modules"]);
+
+/** @param {string} name @returns {HTMLInputElement} */
+const field = (name) => /** @type {HTMLInputElement} */ (form.elements.namedItem(name));
+
+/** Whether all fields hold what they may. */
+export const settingsAreValid = () => form.checkValidity();
+
+/**
+ * @param {string} budget
+ * @returns {RunSettings}
+ */
+export function settings(budget) {
+  /** @type {RunSettings} */
+  const run = { budget, sample: { prompt: prompt.value } };
+  for (const name of NUMBERS) {
+    const value = field(name).valueAsNumber;
+    if (Number.isFinite(value)) run[name] = value;
+  }
+  for (const name of TEXTS) run[name] = field(name).value;
+  return run;
+}
+
+/** @returns {DataSettings} */
+export const dataSettings = () => ({
+  max_seq_length: field("max_seq_length").valueAsNumber || 256,
+  mask_prompt: field("mask_prompt").checked,
+});
+
+/**
+ * Shows the settings of a kept session.
+ * @param {RunSettings} run
+ */
+export function showSettings(run) {
+  for (const name of [...NUMBERS, ...TEXTS]) if (run[name] !== undefined) field(name).value = String(run[name]);
+  if (run.sample?.prompt !== undefined) prompt.value = run.sample.prompt;
+  tellSettings();
+}
+
+/** @param {() => void} run runs when what is planned changed, and whether the data has to be read anew */
+export function onSettings(/** @type {(data: boolean) => void} */ run) {
+  form.addEventListener("change", (event) => {
+    tellSettings();
+    const name = event.target instanceof HTMLInputElement ? event.target.name : "";
+    if (settingsAreValid()) run(name === "max_seq_length" || name === "mask_prompt");
+    else form.reportValidity();
+  });
+  form.addEventListener("submit", (event) => event.preventDefault());
+}
+
+function tellSettings() {
+  words.textContent = `${plural(field("steps").valueAsNumber || 0, "step")}, rank ${field("rank").value}`;
+}
+
+onChange(() => {
+  for (const input of form.elements) {
+    if (input instanceof HTMLInputElement || input instanceof HTMLSelectElement) input.disabled = app.doing === "training";
+  }
+});

@@ -1,0 +1,113 @@
+// The picture: the model's parts as basins, wide as they are large. Water stands where weights are in GPU memory.
+//
+// Before a run it shows what the forecast keeps; while it runs, what the engine did, a moment later and at the pace at
+// which it happened: events come in batches, and a picture that jumps would show nothing of the tide.
+
+/** @import { Forecast, Timed } from "../protocol.d.ts" */
+import { byId, element, stillness } from "./dom.js";
+import { bytes } from "./format.js";
+
+const LAG = 350;
+
+const place = byId("basins", HTMLElement);
+const fill = byId("gauge-fill", HTMLElement);
+const mark = byId("gauge-mark", HTMLElement);
+const words = byId("tide-words", HTMLElement);
+
+/** @type {Map<string, HTMLElement>} */
+let basins = new Map();
+let names = "";
+let weights = 1;
+/** @type {Timed[]} */
+let queue = [];
+let offset = 0;
+let playing = false;
+
+/**
+ * Draws the forecast: which parts stay, and how much of the weights may be in memory at once.
+ * @param {Forecast} forecast
+ * @param {boolean} still whether no run shows what is really there
+ */
+export function foresee(forecast, still) {
+  const wanted = JSON.stringify(forecast.segments);
+  if (wanted !== names) {
+    names = wanted;
+    basins = new Map(forecast.segments.map(([name, size]) => [name, basin(name, size, forecast.segments.length)]));
+    place.replaceChildren(...basins.values());
+  }
+  weights = Math.max(1, forecast.weight_bytes);
+  const slots = forecast.peak_by_category["weights"] ?? 0;
+  mark.style.left = `${Math.min(100, (100 * slots) / weights)}%`;
+  if (!still) return;
+  queue = [];
+  // What stays is told in bytes; parts are filled from the first on, as the engine keeps them.
+  let left = forecast.resident_weights;
+  for (const [name, size] of forecast.segments) {
+    stand(name, size <= left);
+    left -= size <= left ? size : 0;
+  }
+  fill.style.width = `${(100 * forecast.resident_weights) / weights}%`;
+  const all = forecast.loads_per_step === 0;
+  words.textContent = all
+    ? `All ${bytes(weights)} of weights stay in GPU memory.`
+    : `${bytes(forecast.resident_weights)} of ${bytes(weights)} of weights stay in GPU memory; the rest ebbs and flows, ` +
+      `never more than ${bytes(slots)} at once.`;
+}
+
+/**
+ * @param {string} name
+ * @param {number} size
+ * @param {number} among
+ */
+function basin(name, size, among) {
+  const made = element("div", { class: "basin", title: `${name}: ${bytes(size)}` }, element("div", "", element("i")));
+  made.style.flexGrow = String(size);
+  if (among <= 18) made.append(element("span", name.replace(/^block\./, among <= 10 ? "block " : "")));
+  return made;
+}
+
+/**
+ * @param {string} name
+ * @param {boolean} here
+ * @param {boolean} fresh
+ */
+function stand(name, here, fresh = false) {
+  const basin = basins.get(name);
+  basin?.classList.toggle("in", here);
+  basin?.classList.toggle("fresh", fresh);
+}
+
+/**
+ * Plays what happened.
+ * @param {Timed[]} events in order
+ */
+export function flow(events) {
+  const last = events.at(-1);
+  if (!last) return;
+  const now = performance.now();
+  if (Math.abs(last.at + offset - now) > 500) offset = now - last.at;
+  queue.push(...events);
+  if (playing) return;
+  playing = true;
+  requestAnimationFrame(play);
+}
+
+function play() {
+  const until = stillness.matches ? Infinity : performance.now() - offset - LAG;
+  let done = 0;
+  let held = -1;
+  for (const timed of queue) {
+    if (timed.at > until) break;
+    done += 1;
+    held = timed.weights_held;
+    if (timed.event === "load") stand(timed.segment, true, true);
+    else if (timed.event === "evict") stand(timed.segment, false);
+  }
+  queue.splice(0, done);
+  if (held >= 0) {
+    fill.style.width = `${Math.min(100, (100 * held) / weights)}%`;
+    words.textContent = `${bytes(held)} of ${bytes(weights)} of weights are in GPU memory now.`;
+  }
+  playing = queue.length > 0;
+  if (playing) requestAnimationFrame(play);
+}
