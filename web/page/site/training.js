@@ -165,8 +165,7 @@ onChange(() => {
 });
 
 function showStats() {
-  // Nothing to tell yet; its place is kept, so that nothing moves when a training begins.
-  stats.style.visibility = last || app.trained > 0 || app.doing === "training" ? "visible" : "hidden";
+  stats.hidden = !last && app.trained === 0 && app.doing !== "training";
   const speed = speeds.length > 0 ? speeds.reduce((sum, x) => sum + x, 0) / speeds.length : undefined;
   const found = loss.summary();
   const kept = peaks.measured > 0 && peaks.measured === peaks.planned;
