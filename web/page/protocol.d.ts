@@ -624,7 +624,7 @@ export type RunSettings = {
  */
 budget?: string, 
 /**
- * Optimizer steps. Default 60.
+ * Optimizer steps of this run; with `resume`, so many more. Default 60.
  */
 steps?: number, 
 /**

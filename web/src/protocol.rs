@@ -111,7 +111,7 @@ pub enum Command {
 #[cfg_attr(test, derive(ts_rs::TS))]
 #[serde(tag = "from", rename_all = "kebab-case")]
 pub enum ModelFrom {
-    /// The tiny model beside the page.
+    /// The tiny model beside the page, in its folder `model`.
     Embedded,
     /// The request's files: a folder as chosen or dropped, or its single files.
     Files,
@@ -132,7 +132,7 @@ pub enum ModelFrom {
 #[cfg_attr(test, derive(ts_rs::TS))]
 #[serde(tag = "from", rename_all = "kebab-case")]
 pub enum DataFrom {
-    /// The demo's data beside the page: the log of a harbour keeper.
+    /// The demo's data beside the page, `data/train.jsonl` and `data/valid.jsonl`: the log of a harbour keeper.
     Embedded,
     /// What the visitor typed: every paragraph (or line, where there are no empty lines) is a row.
     Text {
@@ -163,7 +163,7 @@ pub struct DataSettings {
 pub struct RunSettings {
     /// `74000`, `6GiB`, `33%`, `floor`, `all`, `auto`. Default `auto`: at most 1 GiB, 512 MiB on a phone.
     pub budget: Option<String>,
-    /// Optimizer steps. Default 60.
+    /// Optimizer steps of this run; with `resume`, so many more. Default 60.
     pub steps: Option<u64>,
     /// Rows of a micro-batch. Default 4.
     pub batch_size: Option<u64>,
