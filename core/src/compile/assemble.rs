@@ -106,6 +106,7 @@ impl Lowering<'_> {
             to_home,
             table,
             uniforms: std::mem::take(&mut self.uniforms),
+            catalog: limits.catalog,
             resident_bytes: residence.pinned.iter().map(resident).sum(),
             home: at_home,
             planned,

@@ -102,6 +102,8 @@ pub struct PlanSet {
     pub all: u64,
     /// Weight bytes touched.
     pub weight_bytes: u64,
+    /// The [`Catalog::fingerprint`] of the catalog it was compiled with.
+    pub catalog: u64,
     /// Weight bytes held by resident segments.
     pub resident_bytes: u64,
     /// Whether block values are computed again in the backward pass.
@@ -145,6 +147,7 @@ pub fn compile_with(
     if programs.is_empty() {
         return Err(Error::Invalid { what: "programs".into(), reason: "there are none to compile".into() });
     }
+    programs.iter().try_for_each(|p| p.graph.check_catalog(catalog))?;
     let kept: Vec<&Program> = programs.iter().map(|p| p.kept.as_deref().unwrap_or(p)).collect();
     let again: Vec<&Program> = programs.iter().collect();
     let has_blocks = programs.iter().any(|p| p.kept.is_some());
@@ -171,10 +174,20 @@ pub fn compile_with(
     let Candidate { mut lowering, shape, base, .. } = chosen;
     let set_by = lowering.floor_set_by(&shape);
     let residence = shape.reside(bytes - base);
-    let limits =
-        Limits { budget: bytes, floor, all, base, touched: shape.touched, set_by, recomputes, unlimited: false };
+    let known = catalog.fingerprint();
     // Everything resident includes what compiling needs.
-    let limits = Limits { unlimited: budget == Budget::All, ..limits };
+    let unlimited = budget == Budget::All;
+    let limits = Limits {
+        budget: bytes,
+        floor,
+        all,
+        base,
+        touched: shape.touched,
+        set_by,
+        recomputes,
+        unlimited,
+        catalog: known,
+    };
     let mut folded_set = None;
     let mut reasons = fold::Folding::default();
     for growth in [fold::GROWTH, 0] {
@@ -283,6 +296,7 @@ fn folded(
 }
 
 struct Limits {
+    catalog: u64,
     unlimited: bool,
     touched: u64,
     recomputes: bool,

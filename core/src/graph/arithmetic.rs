@@ -7,13 +7,13 @@ use crate::weights::DType;
 impl Graph {
     /// `x` as another dtype: f32, f16, bf16 or i32.
     pub fn cast(&mut self, x: Tensor, dtype: DType) -> Result<Tensor> {
+        let shape = self.shape(x)?;
         if self.dtype(x) == dtype {
             return Ok(x);
         }
         if matches!(dtype, DType::I64 | DType::U8) {
             return Err(Error::Shape { op: "cast", reason: format!("nothing is computed as {dtype:?}") });
         }
-        let shape = self.shape(x)?;
         let y = self.push(Op::Cast, vec![x], shape);
         self.dtypes.insert(y.0, dtype);
         Ok(y)

@@ -12,7 +12,7 @@ mod shape;
 mod versions;
 mod views;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 pub(crate) use autodiff::Sinks;
@@ -23,7 +23,7 @@ use crate::compile::Category;
 use crate::error::{Error, Result};
 use crate::event::Pass;
 use crate::nn::NnOp;
-use crate::weights::{DType, Segment};
+use crate::weights::{Catalog, DType, Segment};
 
 /// A value in a graph. Cheap to copy; meaningless in another graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -327,18 +327,25 @@ impl Graph {
         })
     }
 
-    /// The dtype of a value: a weight's own, f32 for everything computed.
+    /// The dtype of a value: a weight's own, f32 for everything computed, and for what is not of this graph.
     pub fn dtype(&self, x: Tensor) -> DType {
+        if x.index() >= self.nodes.len() {
+            return DType::F32;
+        }
         let (root, _) = self.storage(x);
         self.dtypes.get(&root.0).copied().unwrap_or(DType::F32)
     }
 
-    /// A program that computes these values.
+    /// A program that computes these values. Errors: a name given twice, a value of another graph.
     pub fn outputs(self, outputs: &[(&str, Tensor)]) -> Result<Program> {
-        let mut named = Vec::new();
+        let mut named = Vec::with_capacity(outputs.len());
+        let mut names = HashSet::with_capacity(outputs.len());
         let mut graph = self;
         for (name, tensor) in outputs {
             graph.shape(*tensor)?;
+            if !names.insert(*name) {
+                return Err(Error::Invalid { what: format!("output `{name}`"), reason: "the name is taken".into() });
+            }
             named.push((Arc::from(*name), graph.computed(*tensor)?));
         }
         graph.check_versions(named.iter().map(|(_, t)| *t))?;
@@ -426,6 +433,17 @@ impl Graph {
 
     pub(crate) fn node(&self, x: Tensor) -> &Node {
         &self.nodes[x.index()]
+    }
+
+    /// Fails unless all segments are the catalog's own: ids of another one name other weights, or none.
+    pub(crate) fn check_catalog(&self, catalog: &Catalog) -> Result<()> {
+        let stranger = self.segments.values().find(|s| catalog.segment_by_id(s.id) != Some(s));
+        stranger.map_or(Ok(()), |s| {
+            Err(Error::Invalid {
+                what: format!("segment `{}`", s.name),
+                reason: "the program was built with another catalog than the one it is compiled with".into(),
+            })
+        })
     }
 
     pub(crate) fn visits(&self) -> &[Visit] {

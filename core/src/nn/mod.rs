@@ -187,6 +187,7 @@ fn adjacent_features(g: &mut Graph, x: Tensor) -> Result<Tensor> {
 
 /// Refuses a tensor that is not of 32-bit integers.
 fn integers(g: &Graph, op: &'static str, what: &str, x: Tensor) -> Result<()> {
+    g.shape(x)?;
     if g.dtype(x) != DType::I32 {
         return Err(shape_error(op, format!("{what} must be 32-bit integers, not {:?}", g.dtype(x))));
     }

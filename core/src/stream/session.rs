@@ -152,6 +152,7 @@ impl Session {
         cancel: &Cancel,
         events: &mut dyn EventSink,
     ) -> Result<Session> {
+        check_catalog(&set, catalog)?;
         verify_all(&set, device)?;
         let claim = device.claim(set.budget);
         let (reads, chunks) = chunk_table(catalog, &set)?;
@@ -326,6 +327,7 @@ impl Session {
     /// Goes over to another set, one with a program more for instance: state arrays that both name keep their
     /// content. The new set's plans are verified before anything of the old one is given up.
     pub async fn adopt(mut self, catalog: &Catalog, set: PlanSet) -> Result<Session> {
+        check_catalog(&set, catalog)?;
         verify_all(&set, &self.device)?;
         let mut carried = Vec::new();
         for state in self.set.states.clone().iter().filter(|s| !s.scratch) {
@@ -484,6 +486,15 @@ impl Session {
         let epoch = self.upload.waits_for().unwrap_or(0);
         self.recorder.pump(epoch, true).await
     }
+}
+
+/// Fails unless the set was compiled with this catalog's files: its plans name ranges of them.
+fn check_catalog(set: &PlanSet, catalog: &Catalog) -> Result<()> {
+    if set.catalog == catalog.fingerprint() {
+        return Ok(());
+    }
+    let reason = "the set was compiled with another one: compile the programs with the catalog that the session reads";
+    Err(Error::Invalid { what: "catalog".into(), reason: reason.into() })
 }
 
 /// Verifies every plan of a set, its prologue and the way home.
