@@ -6,6 +6,9 @@
 
 mod measure;
 
+use crate::engine::short;
+use crate::speeds::Speeds;
+
 use ebbtide::error::{Bytes, Error};
 use serde::Serialize;
 use std::path::Path;
@@ -126,6 +129,11 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
         Some(index) if args.measure => Some(measure::run(&found[index])?),
         _ => None,
     };
+    if let Some(measured) = &measured {
+        let mut speeds = Speeds::load();
+        speeds.measured(measured.disk_read.unwrap_or(measured.cached_read), measured.upload_refill);
+        speeds.remember();
+    }
     let reason = match (&wanted, chosen) {
         (Some(name), None) => Some(format!("none has `{name}` in its name")),
         (None, None) => Some("none answers".to_owned()),
@@ -364,11 +372,6 @@ fn amdgpu_memory(pci: &str) -> Option<Memory> {
     };
     let (total, used) = (read("mem_info_vram_total")?, read("mem_info_vram_used")?);
     Some(Memory { total_bytes: total, free_bytes: total.saturating_sub(used) })
-}
-
-/// Bytes for a column: no exact figure.
-fn short(bytes: u64) -> String {
-    Bytes(bytes).to_string().split(" (").next().unwrap_or_default().to_owned()
 }
 
 fn text(report: &Report) -> String {

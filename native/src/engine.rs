@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use anyhow::Context;
+use ebbtide::error::Bytes;
 use ebbtide::{Budget, Cancel, Device, DeviceChoice, Error, Result, Source};
 
 /// Runs a future of the engine on this thread, which from then on owns the device.
@@ -19,6 +20,11 @@ pub async fn open_device(name: Option<&str>) -> Result<Device> {
         choice.adapter = Some(name.to_string());
     }
     Device::open(&choice).await
+}
+
+/// A size for people, without the exact figure.
+pub fn short(bytes: u64) -> String {
+    Bytes(bytes).to_string().split(" (").next().unwrap_or_default().to_owned()
 }
 
 /// Temporary folders that exist, so that a second Ctrl-C leaves none behind.

@@ -9,6 +9,11 @@ mod inspect;
 mod model;
 mod plan;
 mod probe;
+mod progress;
+mod report;
+mod speeds;
+mod train;
+mod training;
 mod witness;
 
 use std::process::ExitCode;
@@ -27,7 +32,7 @@ struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
-  ebbtide                                      the demo: weights stream through a byte budget
+  ebbtide                                      the demo: a training with a quarter of the weights on the device
   ebbtide doctor                               what this machine offers, and what is missing
   ebbtide probe stream --budget floor --manual the first founding program at its floor
   ebbtide probe stream --json | jq .peak_bytes
@@ -41,14 +46,16 @@ Exit status: 0 done, 1 failed while running, 2 bad input or usage, 3 budget refu
 
 #[derive(Subcommand)]
 enum Command {
-    /// Show the first founding program at work, with a short explanation.
+    /// Train an adapter over a small model that comes with the program, with a quarter of its weights on the device.
     Demo(demo::DemoArgs),
     /// Show adapters, limits, features and speeds, what is missing and how to get it.
     Doctor(doctor::DoctorArgs),
     /// List the tensors of a safetensors file or folder, from the headers alone.
     Inspect(inspect::InspectArgs),
     /// Forecast memory and traffic of a training run, without a GPU.
-    Plan(plan::PlanArgs),
+    Plan(Box<plan::PlanArgs>),
+    /// Train a LoRA adapter within a budget.
+    Train(Box<train::TrainArgs>),
     /// Run a program that measures one promise of the engine.
     #[command(subcommand)]
     Probe(probe::Probe),
@@ -67,6 +74,7 @@ fn main() -> ExitCode {
         Some(Command::Doctor(args)) => args.json,
         Some(Command::Inspect(args)) => args.json,
         Some(Command::Plan(args)) => args.json,
+        Some(Command::Train(args)) => args.json,
         _ => false,
     };
     let result = match cli.command {
@@ -75,6 +83,7 @@ fn main() -> ExitCode {
         Some(Command::Doctor(args)) => doctor::run(&args),
         Some(Command::Inspect(args)) => inspect::run(&args),
         Some(Command::Plan(args)) => plan::run(&args),
+        Some(Command::Train(args)) => train::run(&args),
         Some(Command::Probe(probe)) => probe::run(&probe),
     };
     match result {

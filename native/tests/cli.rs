@@ -1,43 +1,10 @@
 //! The command line from outside: exit statuses, JSON, and nothing left behind.
 #![allow(clippy::expect_used, clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+mod place;
 
+use place::{Place, json, text};
 use serde_json::Value;
-
-struct Place(tempfile::TempDir);
-
-impl Place {
-    fn new() -> Place {
-        Place(tempfile::tempdir().unwrap())
-    }
-
-    /// Runs the command with its temporary files in a folder of the test's, which must be empty again afterwards.
-    fn run(&self, args: &[&str]) -> Output {
-        let temporary = self.0.path().join("tmp");
-        std::fs::create_dir_all(&temporary).unwrap();
-        let out = Command::new(env!("CARGO_BIN_EXE_ebbtide"))
-            .args(args)
-            .env("TMPDIR", &temporary)
-            .env("TEMP", &temporary)
-            .output()
-            .unwrap();
-        let left: Vec<_> = std::fs::read_dir(&temporary).unwrap().map(|e| e.unwrap().path()).collect();
-        assert!(left.is_empty(), "{args:?} left {left:?}");
-        out
-    }
-
-    fn write(&self, name: &str, bytes: &[u8]) -> PathBuf {
-        let path = self.0.path().join(name);
-        std::fs::write(&path, bytes).unwrap();
-        path
-    }
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
 
 /// A safetensors file of zeros.
 fn zeros(tensors: &[(&str, &str, &[u64])]) -> Vec<u8> {
@@ -53,12 +20,6 @@ fn zeros(tensors: &[(&str, &str, &[u64])]) -> Vec<u8> {
     out.extend(header.bytes());
     out.resize(out.len() + at as usize, 0);
     out
-}
-
-fn json(out: &Output) -> Value {
-    let lines: Vec<&str> = std::str::from_utf8(&out.stdout).unwrap().lines().collect();
-    assert_eq!(lines.len(), 1, "one object and nothing else: {lines:?}");
-    serde_json::from_str(lines[0]).unwrap()
 }
 
 #[test]

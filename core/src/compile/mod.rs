@@ -11,7 +11,9 @@ mod actions;
 mod assemble;
 mod budget;
 mod fold;
+mod forecast;
 mod lowering;
+mod occupancy;
 mod plan;
 mod residency;
 mod rings;
@@ -24,6 +26,8 @@ use std::collections::BTreeSet;
 
 pub use budget::Budget;
 pub use fold::{CompileReport, Stage};
+pub use forecast::Forecast;
+pub use occupancy::Occupied;
 pub use plan::{
     Action, Binding, Breakdown, Category, Content, FoldPort, Kernel, Place, Plan, Port, Ring, SegmentLayout, Slot,
     SlotId, SlotTable, StatePort,

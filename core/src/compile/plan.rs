@@ -502,6 +502,12 @@ impl Plan {
     pub fn loads(&self) -> usize {
         self.actions.iter().filter(|a| matches!(a, Action::Load { .. })).count()
     }
+
+    /// Multiply-adds of its dispatches, an estimate.
+    pub fn work(&self) -> u64 {
+        let work = |a: &Action| if let Action::Dispatch { work, .. } = a { *work } else { 0 };
+        self.actions.iter().map(work).fold(0, u64::saturating_add)
+    }
 }
 
 impl fmt::Display for Plan {

@@ -19,6 +19,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
+use crate::llm::config::ModelConfig;
 use crate::llm::hub::optional_file;
 use crate::llm::template::{ChatTemplate, Message};
 use crate::llm::tokenizer::Tokenizer;
@@ -97,6 +98,26 @@ impl Encoder {
         let encoder = Encoder { tokenizer, template, end, vocabulary, options };
         encoder.known(end).map_err(|reason| Error::Invalid { what: "the end token".into(), reason })?;
         Ok(encoder)
+    }
+
+    /// For a model: its end token is the tokenizer's, or the first of the configuration's; its chat template is the
+    /// tokenizer's.
+    ///
+    /// Errors: as [`Encoder::new`]; [`Error::Format`] if the template is none; [`Error::NotFound`] if there is no end token.
+    pub fn of_model(tokenizer: Arc<Tokenizer>, config: &ModelConfig, options: DataOptions) -> Result<Encoder> {
+        let end = tokenizer.eos().map(|s| s.id).or_else(|| config.eos.first().copied());
+        let end = end.ok_or_else(|| Error::NotFound {
+            what: "end token",
+            name: tokenizer.file().to_owned(),
+            hint: Some("neither tokenizer_config.json nor config.json names one".into()),
+        })?;
+        let template = ChatTemplate::of_tokenizer(&tokenizer)?;
+        Encoder::new(tokenizer, template, end, config.vocabulary, options)
+    }
+
+    /// What cuts texts into tokens.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
     }
 
     /// The token that ends a text, which also fills rows up.

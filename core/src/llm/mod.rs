@@ -8,6 +8,7 @@ pub mod generate;
 pub mod hub;
 pub mod models;
 pub mod programs;
+pub mod run;
 pub mod schedule;
 pub mod template;
 pub mod tokenizer;

@@ -13,6 +13,7 @@ use minijinja::{Environment, ErrorKind};
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
+use crate::llm::tokenizer::{Special, Tokenizer};
 use crate::weights::safetensors::format_error;
 
 /// Instructions and 64-byte units of data that one rendering may spend.
@@ -111,6 +112,14 @@ impl ChatTemplate {
         environment.add_filter("tojson", tojson);
         environment.add_template_owned(NAME, without_generation_marks(text)).map_err(|e| failed(file, &e))?;
         Ok(ChatTemplate { file: file.into(), environment: Arc::new(environment), bos: bos.into(), eos: eos.into() })
+    }
+
+    /// The usual template of a tokenizer, if it has one. Errors: as [`ChatTemplate::parse`].
+    pub fn of_tokenizer(tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
+        let special = |s: Option<&Special>| s.map(|s| s.text.clone()).unwrap_or_default();
+        let parse =
+            |text| ChatTemplate::parse(tokenizer.file(), text, &special(tokenizer.bos()), &special(tokenizer.eos()));
+        tokenizer.chat_template("default").map(parse).transpose()
     }
 
     /// The text of a chat. `add_generation_prompt`: with the beginning of an answer.

@@ -11,9 +11,9 @@ use super::generate::Writer;
 use super::models::Model;
 use super::programs::{self, Bucket, Inputs};
 use crate::caps::Caps;
-use crate::compile::{Budget, Options, PlanSet, compile_with};
+use crate::compile::{Budget, Forecast, Options, Plan, PlanSet, compile_with};
 use crate::error::{Error, Result};
-use crate::event::EventSink;
+use crate::event::{EventSink, NoEvents};
 use crate::graph::Program;
 use crate::nn::{AdamW, CONTROL, Params, Part};
 use crate::stream::{Cancel, Session};
@@ -65,6 +65,8 @@ pub struct RunPlan {
     steps: BTreeMap<(Bucket, u8), usize>,
     evaluations: BTreeMap<Bucket, usize>,
     writer: Option<Writer>,
+    /// Multiply-adds of each plan.
+    work: Vec<u64>,
 }
 
 const PARTS: [Part; 4] = [Part::Whole, Part::First, Part::Middle, Part::Last];
@@ -138,15 +140,13 @@ impl RunPlan {
             programs.extend(Writer::programs(model, adapter, chunk, capacity)?);
         }
         let set = compile_with(&programs, model.catalog(), caps, budget, options)?;
-        Ok(RunPlan { set, group, steps, evaluations, writer })
+        let work = set.plans.iter().map(Plan::work).collect();
+        Ok(RunPlan { set, group, steps, evaluations, writer, work })
     }
 
-    /// Loads and weight bytes of an optimizer step of the largest bucket.
-    pub fn per_step(&self, accumulation: u64) -> (u64, u64) {
-        let groups = accumulation.max(1) / self.group.max(1);
-        let plan = self.set.plans.first();
-        let loads = plan.map_or(0, |p| p.loads() as u64);
-        (groups * loads, groups * self.set.streamed_bytes(0))
+    /// The forecast; what it says of a step is said of the largest bucket.
+    pub fn forecast(&self, accumulation: u64) -> Forecast {
+        self.set.forecast(accumulation.max(1) / self.group.max(1), self.group)
     }
 
     /// What writes samples.
@@ -168,6 +168,8 @@ pub struct StepReport {
     pub loads: u64,
     /// Weight bytes copied to the device.
     pub streamed_bytes: u64,
+    /// Multiply-adds, an estimate.
+    pub work: u64,
     /// Global norm of the gradients.
     pub norm: f32,
     /// Whether loss and gradients were finite; if not, nothing was updated.
@@ -198,7 +200,22 @@ impl<'a> Trainer<'a> {
         plan: RunPlan,
         first: &[Vec<f32>],
     ) -> Result<Trainer<'a>> {
-        let mut session = Session::new(device, model.catalog(), plan.set.clone()).await?;
+        Trainer::begin(device, model, adapter, spec, plan, first, &Cancel::new(), &mut NoEvents).await
+    }
+
+    /// As [`Trainer::new`], which for a large model takes long: with events of its loads, and to be cancelled.
+    #[allow(clippy::too_many_arguments)] // a session's and an adapter's beginning in one
+    pub async fn begin(
+        device: &crate::gpu::Device,
+        model: &'a Model,
+        adapter: &'a Adapter,
+        spec: &RunSpec,
+        plan: RunPlan,
+        first: &[Vec<f32>],
+        cancel: &Cancel,
+        events: &mut dyn EventSink,
+    ) -> Result<Trainer<'a>> {
+        let mut session = Session::begin(device, model.catalog(), plan.set.clone(), cancel, events).await?;
         adapter.install(&mut session, first).await?;
         let (adamw, accumulation) = (spec.adamw, spec.accumulation.max(1));
         Ok(Trainer { model, adapter, session, plan, adamw, accumulation, step: 0 })
@@ -247,6 +264,7 @@ impl<'a> Trainer<'a> {
             let out = self.session.run(index, &given, cancel, events).await?;
             report.loss += f64::from(out.f32("loss")?[0]);
             report.loads += out.loads;
+            report.work += self.plan.work.get(index).copied().unwrap_or(0);
             report.streamed_bytes += out.streamed_bytes;
             report.tokens += group.iter().map(|m| m.ids.len() as u64).sum::<u64>();
             if matches!(part, Part::Whole | Part::Last) {
@@ -295,8 +313,52 @@ impl<'a> Trainer<'a> {
         write(Vec::new(), "checkpoint", &specs, &metadata)
     }
 
-    /// Goes on from a checkpoint; gives its notes. Another base, another adapter or a newer format is refused by name.
+    /// Goes on from a checkpoint; gives its notes. Errors: as [`Checkpoint::open`]; what reading it returns.
     pub async fn resume(&mut self, source: Source) -> Result<BTreeMap<String, String>> {
+        let checkpoint = Checkpoint::open(source, self.model, self.adapter).await?;
+        self.resume_from(&checkpoint).await?;
+        Ok(checkpoint.notes)
+    }
+
+    /// As [`Trainer::resume`], from one that was looked at before. All of it is read before any of it is used.
+    pub async fn resume_from(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let mut states = Vec::new();
+        for name in self.state_names() {
+            states.push((checkpoint.catalog.read(checkpoint.catalog.find(&name)?).await?, name));
+        }
+        for (bytes, name) in states {
+            self.session.write_state(&name, &bytes).await?;
+        }
+        self.step = checkpoint.step;
+        Ok(())
+    }
+
+    fn state_names(&self) -> Vec<String> {
+        let arrays = 0..self.adapter.params().arrays().len();
+        let names = |i| std::iter::once(Params::values_name(i)).chain(Params::moment_names(i));
+        arrays.flat_map(names).collect()
+    }
+}
+
+const FORMAT: &str = "1";
+
+/// A checkpoint, looked at and not yet used: no device is needed to see whether it fits.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    /// The file's name.
+    pub file: String,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// What it says of itself, and what the caller noted when it was made.
+    pub notes: BTreeMap<String, String>,
+    catalog: Catalog,
+}
+
+impl Checkpoint {
+    /// Reads the header.
+    ///
+    /// Errors: [`Error::Format`] if it is no checkpoint, of a newer format, or of another base or another adapter.
+    pub async fn open(source: Source, model: &Model, adapter: &Adapter) -> Result<Checkpoint> {
         let file = source.name().to_string();
         let catalog = Catalog::from_sources(vec![source]).await?;
         let notes = catalog.files().first().map(|f| f.header.metadata.clone()).unwrap_or_default();
@@ -310,31 +372,18 @@ impl<'a> Trainer<'a> {
                 note("format")?
             )));
         }
-        let base = format!("{:016x}", self.model.catalog().fingerprint());
+        let base = format!("{:016x}", model.catalog().fingerprint());
         if note("base")? != base {
             return Err(refuse(format!("it was made over another base model ({}, this one is {base})", note("base")?)));
         }
-        let adapter = format!("{:?}", self.adapter.spec());
+        let adapter = format!("{:?}", adapter.spec());
         if note("adapter")? != adapter {
             return Err(refuse(format!("it holds another adapter: {}, but asked for is {adapter}", note("adapter")?)));
         }
         let step = note("step")?.parse().map_err(|_| refuse("its step is not a number".into()))?;
-        for name in self.state_names() {
-            let bytes = catalog.read(catalog.find(&name)?).await?;
-            self.session.write_state(&name, &bytes).await?;
-        }
-        self.step = step;
-        Ok(notes)
-    }
-
-    fn state_names(&self) -> Vec<String> {
-        let arrays = 0..self.adapter.params().arrays().len();
-        let names = |i| std::iter::once(Params::values_name(i)).chain(Params::moment_names(i));
-        arrays.flat_map(names).collect()
+        Ok(Checkpoint { file, step, notes, catalog })
     }
 }
-
-const FORMAT: &str = "1";
 
 /// The inputs of several micro-batches as one batch, each trained token weighing the same.
 fn batch(model: &Model, group: &[Micro], weight: f64) -> Result<Inputs> {

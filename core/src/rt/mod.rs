@@ -12,6 +12,8 @@ mod platform;
 #[cfg(target_arch = "wasm32")]
 pub use platform::{Flight, flight, pause};
 pub use platform::{MAPPED_RINGS, Reader, Scratch, Shared, Sink, Waiting, pump};
+/// A clock of both sides; `std`'s own panics in a browser.
+pub use web_time::Instant;
 
 use std::sync::Arc;
 

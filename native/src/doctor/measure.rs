@@ -23,13 +23,13 @@ pub struct Measured {
     /// Where the file was.
     folder: String,
     /// Positioned reads past the system's cache; nothing where the system or the file system has no way to do it.
-    disk_read: Option<f64>,
+    pub disk_read: Option<f64>,
     /// The same from the system's cache: the upper bound.
-    cached_read: f64,
+    pub cached_read: f64,
     /// Ring into a new buffer, the first time.
     upload_first: f64,
     /// Ring into the same buffer again: what streaming does.
-    upload_refill: f64,
+    pub upload_refill: f64,
 }
 
 impl Measured {

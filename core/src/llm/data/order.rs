@@ -56,6 +56,21 @@ impl Batches {
         &self.set
     }
 
+    /// Rows of a batch.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Batches of a window.
+    pub fn accumulation(&self) -> u64 {
+        self.accumulation
+    }
+
+    /// In what order rows are taken.
+    pub fn order(&self) -> Order {
+        self.order
+    }
+
     /// The shapes that occur, shortest first: one for each length of a row.
     pub fn buckets(&self) -> Vec<Bucket> {
         let mut used: Vec<u64> = self.set.rows().iter().map(|row| self.length(u64::from(row.tokens))).collect();
