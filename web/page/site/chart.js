@@ -35,17 +35,13 @@ export const axis = (more = {}) => ({
 export function chart(place, options, read, describe) {
   const size = () => ({ width: Math.max(80, place.clientWidth), height: Math.max(80, place.clientHeight) });
   const plot = new uPlot({ ...options, ...size(), legend: { show: false } }, read(), place);
-  let told = 0;
   place.classList.add("blank");
+  place.ariaLabel = describe();
   const draw = eachFrame(() => {
     const data = read();
     place.classList.toggle("blank", data[0].length === 0);
     plot.setData(data);
-    const now = performance.now();
-    if (now - told > 1000) {
-      told = now;
-      place.ariaLabel = describe();
-    }
+    place.ariaLabel = describe();
   });
   new ResizeObserver(() => plot.setSize(size())).observe(place);
   darkness.addEventListener("change", () => plot.redraw(false));

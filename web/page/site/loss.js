@@ -62,7 +62,7 @@ export function summary() {
 
 function describe() {
   const found = summary();
-  if (!found) return "No training yet.";
+  if (!found) return "Nothing ran yet.";
   return `The loss went from ${digits(found.first)} to ${digits(found.last)} in ${points.at(-1)?.step ?? 0} steps.`;
 }
 

@@ -26,6 +26,9 @@ function showView() {
   }
 }
 addEventListener("hashchange", showView);
+addEventListener("beforeunload", (event) => {
+  if (app.doing === "training") event.preventDefault();
+});
 showView();
 
 /** Why there can be no engine here. @returns {string | undefined} */

@@ -116,7 +116,7 @@ function legend() {
 
 function describe() {
   const last = moments.at(-1);
-  if (!last) return "No training yet.";
+  if (!last) return "Nothing ran yet.";
   return `Allocated ${bytes(last.allocated)} of a budget of ${bytes(budget)}; weights in place ${bytes(last.held)}.`;
 }
 

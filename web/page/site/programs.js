@@ -5,6 +5,7 @@ import { alone, app, onChange } from "./app.js";
 import { byId, element } from "./dom.js";
 import { bytes, count, digits, duration, exactBytes } from "./format.js";
 import { tellError } from "./notices.js";
+import { timeline } from "./timeline.js";
 
 /** @typedef {string | { text: string, title: string }} Cell */
 
@@ -51,14 +52,24 @@ function trace(title, lines, open = false) {
 /** @param {ProbeFigures} figures */
 const peak = (figures) => size(figures.peak_bytes);
 
+/** What the small run of the first program did, while it is shown. */
+const streamed = element("figure");
+const streamedChart = element("div", { class: "chart short" });
+streamedChart.role = "img";
+streamed.append(streamedChart, element("figcaption", "When each file was in GPU memory: blue was loaded for the forward pass, violet for the backward pass."));
+const streamTimeline = timeline(streamedChart, "", "The run");
+
 /** @param {FormData} form @param {HTMLElement} place */
 async function stream(form, place) {
   const rounds = Number(form.get("rounds"));
   const budget = String(form.get("budget")).trim();
   const manual = form.get("manual") !== null;
   const run = (/** @type {string} */ budget, /** @type {boolean} */ manual) =>
-    app.engine.ask({ command: "probe", probe: { program: "stream", budget, rounds, manual } }, "stream-probe");
+    app.engine.ask({ command: "probe", probe: { program: "stream", budget, rounds, manual } }, "stream-probe", {
+      progress: (progress) => progress.progress === "events" && streamTimeline.happened(progress.events),
+    });
   const all = await run("all", false);
+  streamTimeline.begin(["down", "up"]);
   const small = await run(budget, manual);
   const row = (/** @type {string} */ name, /** @type {typeof all} */ r) => [
     name, size(r.figures.budget_bytes), peak(r.figures), size(r.figures.planned_peak_bytes), size(r.figures.peak_by_category["weights"] ?? 0),
@@ -73,6 +84,7 @@ async function stream(form, place) {
       row(manual ? `${budget}, by hand` : budget, small),
     ]),
     element("p", { class: "hint", text: `${count(rounds * 2)} layers; the least that works is ${bytes(small.figures.floor_bytes)}. Mean of the result: ${all.loss === null ? "not finite" : digits(all.loss)}.` }),
+    streamed,
     trace("Trace of the small one", small.trace, true),
     trace("Trace with all weights", all.trace),
   );

@@ -8,6 +8,7 @@ import { byId, element, stillness } from "./dom.js";
 import { bytes } from "./format.js";
 
 const LAG = 350;
+const MOST = 5000;
 
 const place = byId("basins", HTMLElement);
 const fill = byId("gauge-fill", HTMLElement);
@@ -86,14 +87,17 @@ export function flow(events) {
   if (!last) return;
   const now = performance.now();
   if (Math.abs(last.at + offset - now) > 500) offset = now - last.at;
-  queue.push(...events);
+  queue = queue.concat(events);
+  // In a hidden tab no frame comes: what is late is played at once, and nothing piles up.
+  if (document.hidden || queue.length > MOST) return play();
   if (playing) return;
   playing = true;
   requestAnimationFrame(play);
 }
 
 function play() {
-  const until = stillness.matches ? Infinity : performance.now() - offset - LAG;
+  const late = stillness.matches || document.hidden || queue.length > MOST;
+  const until = late ? Infinity : performance.now() - offset - LAG;
   let done = 0;
   let held = -1;
   for (const timed of queue) {

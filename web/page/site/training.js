@@ -8,10 +8,10 @@ import { bytes, count, digits, duration, exactBytes } from "./format.js";
 import * as loss from "./loss.js";
 import * as memory from "./memory.js";
 import { forget, say, tell, tellError } from "./notices.js";
-import { settings, settingsAreValid } from "./settings.js";
-import * as stepChart from "./step.js";
-import * as tide from "./tide.js";
 import { append, clear, write } from "./samples.js";
+import { settings, settingsAreValid } from "./settings.js";
+import * as tide from "./tide.js";
+import { timeline } from "./timeline.js";
 
 const form = byId("control", HTMLFormElement);
 const start = byId("start", HTMLButtonElement);
@@ -20,6 +20,8 @@ const pause = byId("pause", HTMLButtonElement);
 const stop = byId("stop", HTMLButtonElement);
 const phase = byId("phase", HTMLElement);
 const stats = byId("stats", HTMLElement);
+
+const stepChart = timeline(byId("step-chart", HTMLElement), "train", "The last step");
 
 /** Between two questions for the memory by category. */
 const ASK_EVERY = 250;

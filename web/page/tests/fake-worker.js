@@ -156,6 +156,13 @@ const COMMANDS = {
     await sleep(30);
     const small = probe.budget !== "all";
     if (probe.program === "stream") {
+      const events = [{ at: 0, event: "run-start", program: "probe" }];
+      for (let i = 0; small && i < 39; i++) {
+        if (i > 0) events.push({ at: i * 10 - 1, event: "evict", segment: (i < 20 ? i - 1 : i - 2) % 2 ? "up" : "down", pass: i <= 20 ? "forward" : "backward" });
+        events.push({ at: i * 10, event: "load", segment: (i < 20 ? i : i - 1) % 2 ? "up" : "down", pass: i < 20 ? "forward" : "backward", bytes: 18_432 });
+      }
+      events.push({ at: 400, event: "run-end", program: "probe" });
+      say(id, { progress: "events", events: events.map((event) => ({ allocated: 73_728, weights_held: 18_432, ...event })) });
       const trace = Array.from({ length: small ? 39 : 2 }, (_, i) => `load    ${i % 2 ? "up" : "down"}  ${i < 20 ? "forward" : "backward"}  18,432 bytes`);
       return done(id, { reply: "stream-probe", trace, loss: 0.0123, grad_sha256: "ab12cd34ef567890".repeat(4), figures: figures(small) });
     }
