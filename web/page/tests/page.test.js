@@ -167,6 +167,26 @@ test("sessions are saved, opened and deleted, and the adapter is a zip of its tw
   await close();
 });
 
+test("the page runs no script but its own and connects to nowhere else", async () => {
+  const { page, errors, close } = await open(browser, { fake: true });
+  await ready(page);
+  const refused = await page.evaluate(async () => {
+    /** @type {string[]} */
+    const seen = [];
+    document.addEventListener("securitypolicyviolation", (event) => seen.push(event.effectiveDirective));
+    const script = document.createElement("script");
+    script.textContent = "window.injected = true";
+    document.body.append(script);
+    document.body.insertAdjacentHTML("beforeend", `<p style="color: red" onclick="window.injected = true"></p>`);
+    await fetch("http://127.0.0.2:9/secret").catch(() => {});
+    await new Promise((resolve) => setTimeout(resolve, 100));
+    return { seen: [...new Set(seen)].sort(), injected: "injected" in window };
+  });
+  assert.deepEqual(refused, { seen: ["connect-src", "script-src-attr", "script-src-elem", "style-src-attr"], injected: false });
+  errors.splice(0, errors.length, ...errors.filter((text) => !text.includes("Content Security Policy")));
+  await close();
+});
+
 test("without WebGPU, and without its worker, the page says what is missing and lets one try again", async () => {
   const blind = await open(browser, { before: (page) => page.addInitScript(() => Object.defineProperty(Navigator.prototype, "gpu", { value: undefined })) });
   await blind.page.getByRole("alert").filter({ hasText: "This browser has no WebGPU" }).waitFor();
