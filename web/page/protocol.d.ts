@@ -148,6 +148,19 @@ segments: Array<[string, number]>,
 trainable: number, };
 
 /**
+ * A model in the browser's own file system.
+ */
+export type KeptModel = { 
+/**
+ * Its name.
+ */
+name: string, 
+/**
+ * Bytes that it takes.
+ */
+bytes: number, };
+
+/**
  * What the worker says.
  */
 export type Message = { "message": "ready", 
@@ -412,7 +425,11 @@ rows: Array<[string, string]>, } | { "reply": "model",
 /**
  * It.
  */
-model: ModelInfo, } | { "reply": "data", 
+model: ModelInfo, } | { "reply": "kept-models", 
+/**
+ * They.
+ */
+models: Array<KeptModel>, } | { "reply": "data", 
 /**
  * It.
  */
@@ -577,7 +594,11 @@ id: number, } & ({ "command": "open-device" } | { "command": "open",
 /**
  * Where its files are.
  */
-model: ModelFrom, } | { "command": "copy" } | { "command": "data", 
+model: ModelFrom, } | { "command": "copy" } | { "command": "kept-models" } | { "command": "delete-model", 
+/**
+ * Its name.
+ */
+name: string, } | { "command": "data", 
 /**
  * Where it is.
  */

@@ -42,6 +42,13 @@ pub enum Command {
     /// Copies the model that is open into the browser's own file system and goes on from there; a model opened from a URL
     /// has to be copied before it is trained. Progress: `copied`. → `model`
     Copy,
+    /// The models that were copied. → `kept-models`
+    KeptModels,
+    /// Deletes a copied model; refused while it is open. → `kept-models`
+    DeleteModel {
+        /// Its name.
+        name: String,
+    },
     /// Reads training data for the model that is open, every row of it. → `data`
     Data {
         /// Where it is.
@@ -474,6 +481,11 @@ pub enum Reply {
         /// It.
         model: ModelInfo,
     },
+    /// Models in the browser's own file system.
+    KeptModels {
+        /// They.
+        models: Vec<KeptModel>,
+    },
     /// Training data.
     Data {
         /// It.
@@ -612,6 +624,16 @@ pub struct ModelInfo {
     pub free_bytes: Option<u64>,
     /// What the user has to be told.
     pub notes: Vec<String>,
+}
+
+/// A model in the browser's own file system.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[cfg_attr(test, derive(ts_rs::TS))]
+pub struct KeptModel {
+    /// Its name.
+    pub name: String,
+    /// Bytes that it takes.
+    pub bytes: u64,
 }
 
 /// Training data.
