@@ -41,6 +41,24 @@ export function fillList(list, rows) {
   );
 }
 
+/**
+ * A kept thing as an item of a list: its name, what it is, and what can be done with it.
+ * @param {string} kind of thing, for those who hear the buttons without the list
+ * @param {string} name
+ * @param {string} what
+ * @param {[string, () => void][]} actions
+ */
+export function keptItem(kind, name, what, actions) {
+  const buttons = actions.map(([verb, act]) => {
+    const button = element("button", verb);
+    button.type = "button";
+    button.ariaLabel = `${verb} the ${kind} ${name}`;
+    button.onclick = act;
+    return button;
+  });
+  return element("li", "", element("span", name, element("small", what)), ...buttons);
+}
+
 /** Whether the visitor asked for less motion. */
 export const stillness = matchMedia("(prefers-reduced-motion: reduce)");
 /** Whether the visitor's system is dark. */

@@ -3,7 +3,7 @@
 /** @import { SessionInfo } from "../protocol.d.ts" */
 import { alone, app, know, onChange } from "./app.js";
 import { plan } from "./budget.js";
-import { byId, element } from "./dom.js";
+import { byId, element, keptItem } from "./dom.js";
 import { bytes, count } from "./format.js";
 import * as loss from "./loss.js";
 import { forget, say, tellError } from "./notices.js";
@@ -95,16 +95,10 @@ function show(found) {
   list.replaceChildren(
     ...found.map((session) => {
       const when = new Date(session.saved_at).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
-      const words = element("span", session.name);
-      words.append(element("small", `${session.model}, ${count(session.steps)} steps, ${bytes(session.bytes)}, ${when}`));
-      const opener = element("button", "Open");
-      opener.ariaLabel = `Open the session ${session.name}`;
-      opener.onclick = () => open(session);
-      const remover = element("button", "Delete");
-      remover.ariaLabel = `Delete the session ${session.name}`;
-      remover.onclick = () =>
-        sessions("Deleting…", async () => (await app.engine.ask({ command: "delete-session", name: session.name }, "sessions")).sessions);
-      return element("li", "", words, opener, remover);
+      return keptItem("session", session.name, `${session.model}, ${count(session.steps)} steps, ${bytes(session.bytes)}, ${when}`, [
+        ["Open", () => open(session)],
+        ["Delete", () => sessions("Deleting…", async () => (await app.engine.ask({ command: "delete-session", name: session.name }, "sessions")).sessions)],
+      ]);
     }),
   );
 }

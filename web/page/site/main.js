@@ -8,7 +8,7 @@ import { EngineError } from "./engine.js";
 import { listSessions } from "./keep.js";
 import { tell, tellError } from "./notices.js";
 import "./programs.js";
-import { openModel } from "./setup.js";
+import { listKept, openModel } from "./setup.js";
 import "./training.js";
 
 const VIEWS = /** @type {const} */ (["train", "programs"]);
@@ -59,7 +59,7 @@ async function begin() {
   }
   know({ doing: "idle", phase: "" });
   await openModel({ from: "embedded" });
-  await listSessions();
+  await Promise.all([listSessions(), listKept()]);
   document.documentElement.dataset["ready"] = "yes";
 }
 

@@ -1,9 +1,9 @@
 // Which model, which text: embedded, from files, dropped, from an address.
 
-/** @import { DataFrom, DataInfo, ModelFrom, ModelInfo } from "../protocol.d.ts" */
+/** @import { DataFrom, DataInfo, KeptModel, ModelFrom, ModelInfo } from "../protocol.d.ts" */
 import { alone, app, know, onChange } from "./app.js";
 import { plan, setBudget } from "./budget.js";
-import { byId, fillList } from "./dom.js";
+import { byId, fillList, keptItem } from "./dom.js";
 import { bytes, count, exactBytes, plural, roughly } from "./format.js";
 import { forget, say, tell, tellError } from "./notices.js";
 import { dataSettings, onSettings } from "./settings.js";
@@ -12,6 +12,7 @@ const copyBox = byId("copy-box", HTMLElement);
 const copyWords = byId("copy-words", HTMLElement);
 const copyButton = byId("copy", HTMLButtonElement);
 const copyBar = byId("copy-progress", HTMLProgressElement);
+const kept = byId("kept-models", HTMLElement);
 const drop = byId("drop", HTMLElement);
 
 /** Where the data came from, to read it again for another model. @type {{ from: DataFrom, files?: File[] }} */
@@ -104,6 +105,7 @@ async function copyModel() {
         },
       });
       know({ model });
+      await listKept();
       if (!app.data) await readData();
       say("The model is copied.");
     } catch (error) {
@@ -112,6 +114,33 @@ async function copyModel() {
     copyBar.hidden = true;
   });
   await plan();
+}
+
+/** Shows the models that were copied before. */
+export async function listKept() {
+  try {
+    showKept((await app.engine.ask({ command: "kept-models" }, "kept-models")).models);
+  } catch (error) {
+    tellError(error);
+  }
+}
+
+/** @param {KeptModel[]} models */
+function showKept(models) {
+  kept.replaceChildren(
+    ...models.map(({ name, bytes: size }) =>
+      keptItem("model", name, `${bytes(size)} in this browser`, [
+        ["Open", () => openModel({ from: "kept", name })],
+        ["Delete", () => alone("opening", "Deleting…", async () => {
+          try {
+            showKept((await app.engine.ask({ command: "delete-model", name }, "kept-models")).models);
+          } catch (error) {
+            tellError(error);
+          }
+        })],
+      ]),
+    ),
+  );
 }
 
 /** @param {string} id @param {() => void} act */

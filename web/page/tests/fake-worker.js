@@ -10,6 +10,7 @@ let run;
 let trained = 0;
 let budget = 2 * MIB;
 let sessions = [];
+let kept = [];
 const done = (id, reply, files) => postMessage({ message: "done", id, reply, ...(files && { files }) });
 const failed = (id, code, message, fields = {}) => postMessage({ message: "failed", id, error: { code, message, fields } });
 const say = (id, progress) => postMessage({ message: "progress", id, progress });
@@ -112,7 +113,13 @@ const COMMANDS = {
       say(id, { progress: "copied", file: "model.safetensors", bytes: (i * WEIGHTS) / 4, of: WEIGHTS });
       await sleep(20);
     }
+    kept = [{ name: "far-away", bytes: WEIGHTS }];
     done(id, { reply: "model", model: model("far-away") });
+  },
+  "kept-models": ({ id }) => done(id, { reply: "kept-models", models: kept }),
+  "delete-model": ({ id, name }) => {
+    kept = kept.filter((model) => model.name !== name);
+    done(id, { reply: "kept-models", models: kept });
   },
   data: ({ id, data: from }) => done(id, { reply: "data", data: from.from === "text" ? data("your text", from.text.split("\n\n").length) : data() }),
   plan: async ({ id, run }) => {

@@ -136,7 +136,7 @@ const drop = (page, name) =>
     document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
   }, name);
 
-test("a model at an address is copied before it is trained", async () => {
+test("a model at an address is copied before it is trained, and the copy can be deleted", async () => {
   const { page, close } = await open(browser, { fake: true });
   await ready(page);
   await page.locator("#model-box summary").click();
@@ -146,6 +146,10 @@ test("a model at an address is copied before it is trained", async () => {
   assert.equal(await page.locator("#start").isEnabled(), false);
   await page.getByRole("button", { name: "Copy into this browser" }).click();
   await page.locator("#start:enabled").waitFor();
+  await page.getByRole("button", { name: "The tiny model of this page" }).click();
+  await page.locator("#start:enabled").waitFor();
+  await page.getByRole("button", { name: "Delete the model far-away" }).click();
+  await page.getByRole("button", { name: "Open the model far-away" }).waitFor({ state: "detached" });
   await close();
 });
 
