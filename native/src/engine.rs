@@ -32,7 +32,18 @@ static TEMPORARY: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// A temporary folder that goes with its handle, or with the process when Ctrl-C ends it.
 pub fn temporary_folder() -> anyhow::Result<tempfile::TempDir> {
-    let folder = tempfile::Builder::new().prefix("ebbtide-").tempdir().context("a temporary folder")?;
+    temporary_folder_in(None)
+}
+
+/// The same in a folder of the caller's, where one is named.
+pub fn temporary_folder_in(place: Option<&Path>) -> anyhow::Result<tempfile::TempDir> {
+    let mut builder = tempfile::Builder::new();
+    let builder = builder.prefix("ebbtide-");
+    let folder = match place {
+        Some(place) => builder.tempdir_in(place),
+        None => builder.tempdir(),
+    };
+    let folder = folder.context("a temporary folder")?;
     TEMPORARY.lock().unwrap_or_else(|p| p.into_inner()).push(folder.path().to_path_buf());
     Ok(folder)
 }

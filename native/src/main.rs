@@ -5,6 +5,8 @@
 mod demo;
 mod doctor;
 mod engine;
+mod fuse;
+mod generate;
 mod inspect;
 mod model;
 mod plan;
@@ -12,6 +14,7 @@ mod probe;
 mod progress;
 mod report;
 mod speeds;
+mod text;
 mod train;
 mod training;
 mod witness;
@@ -34,6 +37,7 @@ const EXAMPLES: &str = "\
 Examples:
   ebbtide                                      the demo: a training with a quarter of the weights on the device
   ebbtide doctor                               what this machine offers, and what is missing
+  ebbtide generate --model my-model --chat     talk with a model, within a budget
   ebbtide probe stream --budget floor --manual the first founding program at its floor
   ebbtide probe stream --json | jq .peak_bytes
 
@@ -50,6 +54,10 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Show adapters, limits, features and speeds, what is missing and how to get it.
     Doctor(doctor::DoctorArgs),
+    /// Write text: from a prompt or in a chat, with or without an adapter.
+    Generate(generate::GenerateArgs),
+    /// Merge an adapter into a model: a new folder of safetensors, written by streaming.
+    Fuse(fuse::FuseArgs),
     /// List the tensors of a safetensors file or folder, from the headers alone.
     Inspect(inspect::InspectArgs),
     /// Forecast memory and traffic of a training run, without a GPU.
@@ -72,6 +80,8 @@ fn main() -> ExitCode {
     let json = match &cli.command {
         Some(Command::Probe(probe)) => probe.json(),
         Some(Command::Doctor(args)) => args.json,
+        Some(Command::Fuse(args)) => args.json,
+        Some(Command::Generate(args)) => args.json,
         Some(Command::Inspect(args)) => args.json,
         Some(Command::Plan(args)) => args.json,
         Some(Command::Train(args)) => args.json,
@@ -81,6 +91,8 @@ fn main() -> ExitCode {
         None => demo::run(&demo::DemoArgs::default()),
         Some(Command::Demo(args)) => demo::run(&args),
         Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Fuse(args)) => fuse::run(&args),
+        Some(Command::Generate(args)) => generate::run(&args),
         Some(Command::Inspect(args)) => inspect::run(&args),
         Some(Command::Plan(args)) => plan::run(&args),
         Some(Command::Train(args)) => train::run(&args),

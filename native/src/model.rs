@@ -14,7 +14,7 @@ use ebbtide::{Catalog, Error, Result};
 #[derive(Args, Clone, Debug)]
 pub struct ModelArgs {
     /// A folder with config.json and safetensors files, or ORG/NAME in the local hub cache (never the network).
-    #[arg(long, value_name = "FOLDER|ORG/NAME")]
+    #[arg(long, value_name = "FOLDER|ORG/NAME", overrides_with = "model")]
     pub model: String,
 }
 

@@ -71,8 +71,17 @@ impl Witness {
 
 /// Resident memory of this process, where the system says it in a file.
 pub fn resident_bytes() -> Option<u64> {
+    of_status("VmRSS:")
+}
+
+/// The most resident memory that this process ever had, as GNU time reports it.
+pub fn highest_bytes() -> Option<u64> {
+    of_status("VmHWM:")
+}
+
+fn of_status(field: &str) -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find(|l| l.starts_with("VmRSS:"))?;
+    let line = status.lines().find(|l| l.starts_with(field))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(kib * 1024)
 }

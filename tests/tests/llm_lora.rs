@@ -3,12 +3,15 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use ebbtide::Device;
 use ebbtide::compile::Budget;
+use ebbtide::event::NoEvents;
 use ebbtide::llm::adapters::{Adapter, LoraSpec, Targets, Values};
+use ebbtide::llm::generate::Sampling;
+use ebbtide::llm::generator::{Generator, Space};
 use ebbtide::llm::models::Model;
 use ebbtide::llm::programs::{Bucket, decode, evaluate, inspect, train};
 use ebbtide::nn::{AdamW, Part};
+use ebbtide::{Cancel, Device, Event};
 use ebbtide_tests::engine::{device, wait};
 use ebbtide_tests::refs::{self, Tensors, close, largest, model, shifted, worst};
 
@@ -147,6 +150,50 @@ fn a_saved_adapter_opens_to_the_same_values_and_its_files_are_as_peft_writes_the
     }
 }
 
+/// The folder that [`saves_for_ever`] writes.
+const SAVED: &str = "EBBTIDE_TEST_SAVED";
+
+#[test]
+#[ignore = "the child of the test below, which kills it"]
+fn saves_for_ever() {
+    let Some(folder) = std::env::var_os(SAVED).map(std::path::PathBuf::from) else { return };
+    let model = model("llama_tied", "f32");
+    // Over the very files it was read from.
+    let (adapter, values) = wait(Adapter::open(&folder, &model)).unwrap();
+    for i in 0u32.. {
+        let next: Values = values.iter().map(|v| vec![i as f32; v.len()]).collect();
+        adapter.save(&folder, &next, "base").unwrap();
+    }
+}
+
+#[test]
+fn an_adapter_saved_over_itself_is_whole_whenever_the_process_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = model("llama_tied", "f32");
+    let (adapter, values) = open("llama_tied", "lora_all", "final", &model);
+    adapter.save(folder.path(), &values, "base").unwrap();
+    let mut saved = 0;
+    for round in 0..12 {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "saves_for_ever", "--ignored"])
+            .env(SAVED, folder.path())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(60 + 17 * round));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let (again, now) = wait(Adapter::open(folder.path(), &model)).unwrap_or_else(|e| panic!("round {round}: {e}"));
+        assert_eq!(again.spec(), adapter.spec());
+        if now != values {
+            saved += 1;
+            let first = now[0][0];
+            assert!(now.iter().flatten().all(|x| *x == first), "round {round}: a mixture of two");
+        }
+    }
+    assert!(saved > 0, "the child never came to save");
+}
+
 #[test]
 fn adapters_are_swapped_and_removed_on_a_base_that_stays_evicted() {
     let device = device();
@@ -171,6 +218,68 @@ fn adapters_are_swapped_and_removed_on_a_base_that_stays_evicted() {
     close("none", &loss(None), &want("../ref_f32.safetensors", "loss"), LOSS);
     let first = loss(Some(&nonzero));
     assert_eq!(first, loss(Some(&nonzero)));
+}
+
+const PROMPT: [i32; 11] = [5, 9, 200, 31, 7, 11, 13, 17, 19, 23, 29];
+
+fn generator(device: &Device, budget: Budget, adapters: &[(&str, &str)], first: Option<&str>) -> Generator {
+    let model = model("llama_tied", "f32");
+    let known = |(kind, which): &(&str, &str)| (format!("{kind} {which}"), open("llama_tied", kind, which, &model));
+    let adapters = adapters.iter().map(known).collect();
+    let space = Space { budget, context: 48, chunk: 16 };
+    wait(Generator::with(device, model, space, adapters, first)).unwrap()
+}
+
+fn greedy_text(generator: &mut Generator, prompt: &[i32]) -> Vec<i32> {
+    let (greedy, cancel) = (Sampling::default(), Cancel::new());
+    wait(generator.write(prompt, 16, &[], &greedy, &cancel, &mut NoEvents, &mut |_| true)).unwrap()
+}
+
+#[test]
+fn adapters_of_any_rank_and_layers_are_loaded_swapped_and_removed_under_one_budget() {
+    let device = device();
+    let all = [("lora_qv", "nonzero"), ("lora_qv", "final"), ("lora_all", "nonzero")];
+    let names = all.map(|(kind, which)| format!("{kind} {which}"));
+    let alone = |name: Option<&str>| greedy_text(&mut generator(&device, Budget::Percent(50.0), &all, name), &PROMPT);
+    let want: Vec<_> = names.iter().map(|n| alone(Some(n.as_str()))).collect();
+    let bare = alone(None);
+    assert!(want.iter().all(|w| *w != bare) && want[0] != want[1] && want[1] != want[2], "they must differ to tell");
+
+    device.reset_peak_memory();
+    let mut one = generator(&device, Budget::Floor, &all, None);
+    let mut planned = one.set().unwrap().planned_peak();
+    for i in [0, 1, 2, 0, 2, 1] {
+        wait(one.select(Some(&names[i]))).unwrap();
+        planned = planned.max(one.set().unwrap().planned_peak());
+        assert_eq!(greedy_text(&mut one, &PROMPT), want[i], "{}", names[i]);
+    }
+    wait(one.remove(&names[1])).unwrap();
+    assert_eq!((one.active(), one.adapters().count()), (None, 2));
+    assert_eq!(greedy_text(&mut one, &PROMPT), bare);
+    assert!(wait(one.select(Some(&names[1]))).unwrap_err().to_string().contains("lora_qv final"));
+    assert_eq!(device.peak_memory(), planned, "two sets were there at once");
+}
+
+#[test]
+fn a_text_that_goes_on_is_read_from_where_it_differs_and_is_that_of_a_fresh_start() {
+    let device = device();
+    let first = "lora_qv final";
+    let mut talk = generator(&device, Budget::Percent(50.0), &[("lora_qv", "final")], Some(first));
+    let answer = greedy_text(&mut talk, &PROMPT);
+    let longer: Vec<i32> = PROMPT.iter().chain(&answer[..9]).chain(&[77, 78]).copied().collect();
+    let mut runs = 0;
+    let mut count = |e: Event| runs += u32::from(matches!(e, Event::RunStart { .. }));
+    let (greedy, cancel) = (Sampling::default(), Cancel::new());
+    let text = wait(talk.write(&longer, 16, &[], &greedy, &cancel, &mut count, &mut |_| true)).unwrap();
+    assert_eq!(runs, 16, "two tokens are new: one run for them and one for each token but the last");
+    let mut fresh = generator(&device, Budget::All, &[("lora_qv", "final")], Some(first));
+    assert_eq!(greedy_text(&mut fresh, &longer), text);
+    // What was cancelled is not taken for read.
+    let stop = Cancel::new();
+    stop.cancel();
+    let refused = wait(talk.write(&PROMPT, 16, &[], &greedy, &stop, &mut NoEvents, &mut |_| true));
+    assert_eq!(refused.unwrap_err().code(), "cancelled");
+    assert_eq!(greedy_text(&mut talk, &longer), text);
 }
 
 #[test]

@@ -10,6 +10,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use super::hub::read_small;
 use super::models::{Layer, Model};
 use crate::error::{Error, Result};
 use crate::graph::Shape;
@@ -321,57 +322,73 @@ impl Adapter {
 
     /// Opens a folder in PEFT's format.
     pub async fn open(folder: &Path, model: &Model) -> Result<(Adapter, Values)> {
-        let path = folder.join(CONFIG_FILE);
-        let source = Source::open(&path)?;
-        if source.len() > CONFIG_CAP {
-            return Err(Error::Limit { what: path.display().to_string(), need: source.len(), have: CONFIG_CAP });
-        }
-        let mut bytes = vec![0; source.len() as usize];
-        source.fill(0, &mut bytes).await?;
-        let text = String::from_utf8(bytes).map_err(|_| Error::Format {
-            file: path.display().to_string(),
-            tensor: None,
-            reason: "it is not UTF-8 text".into(),
-        })?;
-        let catalog = Catalog::open(folder.join(WEIGHTS_FILE)).await?;
-        Adapter::read(&path.display().to_string(), &text, &catalog, model).await
+        let (file, text, catalog) = open_files(folder).await?;
+        Adapter::read(&file, &text, &catalog, model).await
     }
 
     /// As [`Adapter::open`], of a configuration's text and a catalog of the weights. `file` names the text in errors.
     pub async fn read(file: &str, text: &str, catalog: &Catalog, model: &Model) -> Result<(Adapter, Values)> {
         let adapter = Adapter::new(model, read_config(file, text)?)?;
-        let mut values = Values::new();
-        for p in adapter.params.iter() {
-            let name = file_name(&p.name);
-            let id = catalog.find(&name)?;
-            let weight = catalog.weight(id);
-            if weight.shape != p.shape.dims() || !weight.dtype.is_float() {
-                let reason =
-                    format!("{} of {:?}, but the adapter has floats of {}", weight.dtype, weight.shape, p.shape);
-                return Err(Error::Format {
-                    file: catalog.sources()[weight.source].name().into(),
-                    tensor: Some(name),
-                    reason,
-                });
-            }
-            values.push(floats(weight.dtype, &catalog.read(id).await?));
-        }
-        let known: BTreeSet<String> = adapter.params.iter().map(|p| file_name(&p.name)).collect();
-        for (source, name) in
-            catalog.files().iter().flat_map(|f| f.header.tensors.iter().map(move |t| (f.source, &t.name)))
-        {
-            if !known.contains(&**name) {
-                let reason = format!("{CONFIG_FILE} does not say what this tensor is for");
-                let file = catalog.sources()[source].name().into();
-                return Err(Error::Format { file, tensor: Some(name.to_string()), reason });
-            }
-        }
+        let values = adapter.read_values(catalog).await?;
+        nothing_else(catalog, &adapter.file_names())?;
         Ok((adapter, values))
+    }
+
+    /// Its parameters in a catalog.
+    pub(crate) async fn read_values(&self, catalog: &Catalog) -> Result<Values> {
+        let mut values = Values::new();
+        for p in self.params.iter() {
+            values.push(read_matrix(catalog, &file_name(&p.name), p.shape.dims()).await?);
+        }
+        Ok(values)
+    }
+
+    /// The names of its parameters in PEFT's files.
+    pub(crate) fn file_names(&self) -> BTreeSet<String> {
+        self.params.iter().map(|p| file_name(&p.name)).collect()
     }
 }
 
+/// The text of a folder's configuration with its name, and a catalog of its weights.
+pub(crate) async fn open_files(folder: &Path) -> Result<(String, String, Catalog)> {
+    let path = folder.join(CONFIG_FILE);
+    let source = Source::open(&path)?;
+    let bytes = read_small(&source, CONFIG_CAP).await?;
+    let text = String::from_utf8(bytes).map_err(|_| Error::Format {
+        file: path.display().to_string(),
+        tensor: None,
+        reason: "it is not UTF-8 text".into(),
+    })?;
+    Ok((path.display().to_string(), text, Catalog::open(folder.join(WEIGHTS_FILE)).await?))
+}
+
+/// A tensor of that name, which must be of floats in that shape.
+pub(crate) async fn read_matrix(catalog: &Catalog, name: &str, shape: &[u64]) -> Result<Vec<f32>> {
+    let id = catalog.find(name)?;
+    let weight = catalog.weight(id);
+    if weight.shape != shape || !weight.dtype.is_float() {
+        let reason = format!("{} of {:?}, but the adapter has floats of {shape:?}", weight.dtype, weight.shape);
+        let file = catalog.sources()[weight.source].name().into();
+        return Err(Error::Format { file, tensor: Some(name.into()), reason });
+    }
+    Ok(floats(weight.dtype, &catalog.read(id).await?))
+}
+
+/// Refuses tensors that the configuration does not speak of.
+pub(crate) fn nothing_else(catalog: &Catalog, known: &BTreeSet<String>) -> Result<()> {
+    let tensors = catalog.files().iter().flat_map(|f| f.header.tensors.iter().map(move |t| (f.source, &t.name)));
+    for (source, name) in tensors {
+        if !known.contains(&**name) {
+            let reason = format!("{CONFIG_FILE} does not say what this tensor is for");
+            let file = catalog.sources()[source].name().into();
+            return Err(Error::Format { file, tensor: Some(name.to_string()), reason });
+        }
+    }
+    Ok(())
+}
+
 /// Whether a path is what a target names, by PEFT's rule: the whole, or the end after a dot.
-fn answers(path: &str, target: &str) -> bool {
+pub(crate) fn answers(path: &str, target: &str) -> bool {
     path.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
@@ -379,7 +396,8 @@ fn no_target(model: &Model, name: &str) -> Error {
     let there = model.linear_layers().join(", ");
     let reason = match name {
         "lm_head" | "embed_tokens" | "wte" | "wpe" => format!(
-            "the head and the embeddings stream in pieces and are not adapted; linear layers of a block are: {there}"
+            "the head and the embeddings stream in pieces and are not adapted (`ebbtide fuse` merges such an adapter into a model); \
+             linear layers of a block are: {there}"
         ),
         _ => format!("no linear layer of the chosen blocks has this name; there are {there}, or {ALL_LINEAR}"),
     };
@@ -387,7 +405,7 @@ fn no_target(model: &Model, name: &str) -> Error {
 }
 
 /// The name in PEFT's files.
-fn file_name(param: &str) -> String {
+pub(crate) fn file_name(param: &str) -> String {
     format!("base_model.model.{param}")
 }
 
@@ -413,7 +431,7 @@ const HARMLESS: [&str; 16] = [
     "corda_config",
 ];
 
-fn read_config(file: &str, text: &str) -> Result<LoraSpec> {
+pub(crate) fn read_config(file: &str, text: &str) -> Result<LoraSpec> {
     let refuse =
         |field: &str, reason: &str| Error::Invalid { what: format!("{file}: `{field}`"), reason: reason.into() };
     let value: Value = serde_json::from_str(text).map_err(|e| Error::Format {
@@ -498,7 +516,7 @@ fn read_blocks(v: &Value) -> Option<Range<usize>> {
     (last - first + 1 == list.len()).then_some(first..last + 1)
 }
 
-fn floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+pub(crate) fn floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let halves = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
     match dtype {
         DType::F16 => halves().map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),

@@ -136,6 +136,24 @@ impl Writer {
         events: &mut dyn EventSink,
         each: &mut dyn FnMut(i32) -> bool,
     ) -> Result<Vec<i32>> {
+        self.go_on(session, model, 0, prompt, count, stop, sampling, cancel, events, each).await
+    }
+
+    /// As [`Writer::write`], where the cache holds the first `held` tokens of the prompt already, from the text before.
+    #[allow(clippy::too_many_arguments)] // a text is all of these
+    pub async fn go_on(
+        &self,
+        session: &mut Session,
+        model: &Model,
+        held: usize,
+        prompt: &[i32],
+        count: usize,
+        stop: &[i32],
+        sampling: &Sampling,
+        cancel: &Cancel,
+        events: &mut dyn EventSink,
+        each: &mut dyn FnMut(i32) -> bool,
+    ) -> Result<Vec<i32>> {
         sampling.check()?;
         let room = (self.capacity as usize).saturating_sub(prompt.len());
         if prompt.is_empty() || room == 0 {
@@ -143,7 +161,8 @@ impl Writer {
             return Err(Error::Invalid { what: format!("a prompt of {} tokens", prompt.len()), reason });
         }
         let mut all = prompt.to_vec();
-        let (mut at, mut logits) = (0, Vec::new());
+        // The last token always goes through: its logits are what the text begins with.
+        let (mut at, mut logits) = (held.min(prompt.len() - 1), Vec::new());
         while at < prompt.len() {
             let part = &prompt[at..prompt.len().min(at + self.chunk as usize)];
             let inputs = Inputs::text(model, self.chunk, self.capacity, at as u64, part)?;

@@ -4,7 +4,9 @@
 pub mod adapters;
 pub mod config;
 pub mod data;
+pub mod fuse;
 pub mod generate;
+pub mod generator;
 pub mod hub;
 pub mod models;
 pub mod programs;

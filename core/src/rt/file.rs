@@ -225,6 +225,80 @@ pub fn save_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result
     sync_folder(folder).map_err(err)
 }
 
+/// Makes the folder `path`, which must not be there yet, whole or not at all: `fill` writes into a temporary folder beside
+/// it, which is renamed when all is there. When anything fails, the temporary folder is removed.
+///
+/// Errors: [`Error::Invalid`] if there is anything at `path`, a link that leads nowhere included; what `fill` returns.
+pub async fn save_folder_atomically<T>(path: &Path, fill: impl AsyncFnOnce(&Path) -> Result<T>) -> Result<T> {
+    let taken = || Error::Invalid {
+        what: path.display().to_string(),
+        reason: "it is there already and is not overwritten; choose another place or remove it".into(),
+    };
+    if std::fs::symlink_metadata(path).is_ok() {
+        return Err(taken());
+    }
+    let name = path.file_name().ok_or_else(|| io_error(path, "not a folder name"))?;
+    let parent = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let mut hidden = OsString::from(".");
+    hidden.push(name);
+    hidden.push(format!(".{}.tmp", std::process::id()));
+    let temporary = parent.join(hidden);
+    std::fs::create_dir(&temporary).map_err(|e| io_error(&temporary, e))?;
+    let result = fill(&temporary).await.and_then(|value| {
+        sync_folder(&temporary).map_err(|e| io_error(&temporary, e))?;
+        // Someone may have made it meanwhile: an empty folder would be replaced by the rename.
+        if std::fs::symlink_metadata(path).is_ok() {
+            return Err(taken());
+        }
+        std::fs::rename(&temporary, path).map_err(|e| io_error(path, e))?;
+        Ok(value)
+    });
+    match result {
+        Ok(value) => {
+            sync_folder(parent).map_err(|e| io_error(path, e))?;
+            Ok(value)
+        }
+        Err(error) => {
+            let _ = std::fs::remove_dir_all(&temporary);
+            Err(error)
+        }
+    }
+}
+
+/// A new file that is written once and then flushed to the disk. Within [`save_folder_atomically`], where nothing else
+/// sees it before it is whole.
+pub struct NewFile {
+    path: PathBuf,
+    out: BufWriter<File>,
+}
+
+impl NewFile {
+    /// Makes it; there must be none.
+    pub fn create(path: &Path) -> Result<NewFile> {
+        let file = File::options().write(true).create_new(true).open(path).map_err(|e| io_error(path, e))?;
+        Ok(NewFile { path: path.to_owned(), out: BufWriter::with_capacity(1 << 16, file) })
+    }
+
+    /// Ends it; when this returns it is on the disk.
+    pub fn finish(self) -> Result<()> {
+        let err = |e: io::Error| io_error(&self.path, e);
+        self.out.into_inner().map_err(|e| err(e.into_error()))?.sync_all().map_err(err)
+    }
+}
+
+impl Write for NewFile {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.out.write(buf)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
 /// Makes a rename in `folder` last through a power cut.
 #[cfg(unix)]
 fn sync_folder(folder: &Path) -> io::Result<()> {

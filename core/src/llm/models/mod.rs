@@ -229,6 +229,22 @@ impl Model {
         self.blocks.get(block).ok_or_else(|| no_block(block, self.blocks.len()))?.weight(short)
     }
 
+    /// The table of tokens.
+    pub fn embedding(&self) -> Result<WeightId> {
+        self.embed.weight("tokens")
+    }
+
+    /// The head's weight: where the model is tied, the table of tokens.
+    pub fn head(&self) -> Result<WeightId> {
+        self.head.first().ok_or_else(|| no_block(0, 0))?.weight("head")
+    }
+
+    /// The path of the table of tokens as the reference library knows it.
+    pub(crate) fn embedding_path(&self) -> String {
+        let names = self.family.names();
+        format!("{}{}", names.prefix, names.tokens)
+    }
+
     pub(crate) fn linears(&self) -> impl Iterator<Item = &Module> {
         self.modules.iter().filter(|m| matches!(m.layer, Layer::Linear { .. }))
     }
@@ -250,7 +266,7 @@ fn no_block(block: usize, count: usize) -> Error {
     Error::NotFound { what: "block", name: block.to_string(), hint: Some(format!("the model has {count}")) }
 }
 
-const HEAD: &str = "lm_head.weight";
+pub(crate) const HEAD: &str = "lm_head.weight";
 
 /// The tensors of a catalog that a model has asked for.
 struct Files<'a> {
