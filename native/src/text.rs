@@ -31,14 +31,7 @@ impl Texts {
         }
         let mut stop: Vec<i32> = config.eos.iter().filter_map(|id| i32::try_from(*id).ok()).collect();
         stop.extend(tokenizer.eos().and_then(|s| i32::try_from(s.id).ok()).filter(|id| !stop.contains(id)));
-        let text = |special: Option<&ebbtide::llm::tokenizer::Special>| special.map_or("", |s| &s.text).to_string();
-        let template = match tokenizer.chat_template("default") {
-            Some(source) => {
-                let (bos, eos) = (text(tokenizer.bos()), text(tokenizer.eos()));
-                Some(ChatTemplate::parse(tokenizer.file(), source, &bos, &eos)?)
-            }
-            None => None,
-        };
+        let template = ChatTemplate::of_tokenizer(&tokenizer)?;
         Ok(Texts { tokenizer, template, stop, vocabulary: config.vocabulary })
     }
 

@@ -353,7 +353,7 @@ async fn measure(args: &ScaleArgs, folder: &Path, cancel: &Cancel) -> anyhow::Re
     let began = Instant::now();
     let plan = plan(device.caps())?;
     seconds.plan = began.elapsed().as_secs_f64();
-    let (_, planned_bytes) = plan.per_step(1);
+    let planned_bytes = plan.forecast(1).bytes_per_step;
     let set = plan.set.clone();
 
     let witness = Witness::start();
