@@ -3,7 +3,7 @@
 
 /** @import { DataInfo, Forecast, ModelInfo } from "../protocol.d.ts" */
 import { eachFrame } from "./dom.js";
-import { Engine } from "./engine.js";
+import { Engine, EngineError } from "./engine.js";
 
 /** @typedef {"starting" | "idle" | "opening" | "training" | "writing" | "probing" | "stopped"} Doing */
 
@@ -14,7 +14,8 @@ const draw = eachFrame(() => {
 });
 
 export const app = {
-  engine: new Engine(new URL("worker.js", import.meta.url)),
+  engine: new Engine(new URL("worker.js", import.meta.url), (error) => app.ended(error)),
+  /** What happens when the engine has ended by itself. @type {(error: EngineError) => void} */ ended: () => {},
   /** @type {Doing} */ doing: "starting",
   /** @type {string} */ phase: "Loading the engine…",
   /** @type {ModelInfo | undefined} */ model: undefined,

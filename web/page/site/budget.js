@@ -46,7 +46,7 @@ export async function plan() {
       refused.hidden = true;
       know({ forecast });
     } catch (error) {
-      if (error instanceof EngineError && error.code === "restarted") break;
+      if (error instanceof EngineError && error.ended) break;
       know({ forecast: undefined });
       refused.hidden = false;
       refused.textContent = error instanceof Error ? error.message : String(error);

@@ -28,6 +28,8 @@ export class EngineError extends Error {
     super(message);
     this.code = code;
     this.fields = fields;
+    /** Whether the engine has ended with it, which is told once and not by everyone who asked. */
+    this.ended = false;
   }
 }
 
@@ -37,10 +39,16 @@ export class Engine {
   /** @type {Map<number, Asked>} */ #asked = new Map();
   #last = 0;
   #url;
+  #ready = false;
+  #onEnd;
 
-  /** @param {URL} url of the worker's script */
-  constructor(url) {
+  /**
+   * @param {URL} url of the worker's script
+   * @param {(error: EngineError) => void} onEnd hears of a worker that ended by itself after it had been ready
+   */
+  constructor(url, onEnd) {
     this.#url = url;
+    this.#onEnd = onEnd;
   }
 
   /**
@@ -48,24 +56,25 @@ export class Engine {
    * @returns {Promise<string>} the engine's version
    */
   start() {
-    this.end("restarted", "The engine was started anew.");
+    this.#end("restarted", "The engine was started anew.");
     const worker = new Worker(this.#url, { type: "module" });
     this.#worker = worker;
     return new Promise((resolve, reject) => {
       worker.onmessage = ({ data }) => {
         const message = /** @type {FromWorker} */ (data);
         if (message.message === "ready") {
-          if (message.format === FORMAT) return resolve(message.version);
-          reject(this.end("format", `The page speaks protocol ${FORMAT} and the engine ${message.format}: reload the page.`));
+          this.#ready = message.format === FORMAT;
+          if (this.#ready) return resolve(message.version);
+          reject(this.#end("format", `The page speaks protocol ${FORMAT} and the engine ${message.format}: reload the page.`));
         } else if (message.message === "failed" && message.id === 0) {
-          reject(this.end(message.error.code, message.error.message));
+          reject(this.#end(message.error.code, message.error.message));
         } else {
           this.#answer(message);
         }
       };
       worker.onerror = (event) => {
         event.preventDefault();
-        reject(this.end("worker", `The engine stopped: ${event.message || "its script could not be loaded"}.`));
+        reject(this.#end("worker", `The engine stopped: ${event.message || "its script could not be loaded"}.`));
       };
     });
   }
@@ -75,13 +84,16 @@ export class Engine {
    * @param {string} code
    * @param {string} message
    */
-  end(code, message) {
+  #end(code, message) {
     const error = new EngineError({ code, message, fields: {} });
+    error.ended = true;
     this.#worker?.terminate();
     this.#worker = undefined;
     const asked = [...this.#asked.values()];
     this.#asked.clear();
     for (const { reject } of asked) reject(error);
+    if (this.#ready && code !== "restarted") this.#onEnd(error);
+    this.#ready = false;
     return error;
   }
 

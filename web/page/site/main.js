@@ -66,11 +66,12 @@ async function begin() {
 /** @param {string} title @param {string} text @param {string} [code] */
 function end(title, text, code) {
   know({ doing: "stopped", phase: "" });
-  gpu.textContent = "No GPU";
+  gpu.textContent = "No GPU in use";
   tell({ title, text, ...(code && { code }), actions: [["Try again", begin]] });
   document.documentElement.dataset["ready"] = "failed";
 }
 
+app.ended = ({ message, code }) => end("The engine stopped", message, code);
 lose.addEventListener("click", () => app.engine.ask({ command: "lose-device" }, "ok").catch(tellError));
 onChange(() => {
   lose.disabled = app.doing === "starting" || app.doing === "stopped";

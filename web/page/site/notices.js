@@ -15,7 +15,6 @@ const TITLES = new Map([
   ["format", "This file is not what it should be"],
   ["io", "A file could not be read"],
   ["cancelled", "Stopped"],
-  ["worker", "The engine stopped"],
 ]);
 
 /**
@@ -59,7 +58,7 @@ export function tell({ title, text, code, actions = [] }) {
  */
 export function tellError(error, actions = []) {
   const code = error instanceof EngineError ? error.code : "page";
-  if (code === "cancelled" || code === "restarted") return;
+  if (code === "cancelled" || (error instanceof EngineError && error.ended)) return;
   const text = error instanceof Error ? error.message : String(error);
   tell({ title: TITLES.get(code) ?? "This did not work", text, code, actions });
 }

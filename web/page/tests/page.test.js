@@ -206,6 +206,20 @@ test("without WebGPU, and without its worker, the page says what is missing and 
   await close();
 });
 
+test("an engine that breaks down says so once, and can be started anew", async () => {
+  const { page, close } = await open(browser, { fake: true });
+  await ready(page);
+  await page.locator("#start").click();
+  await reaches(page, 1);
+  await page.workers()[0]?.evaluate(() => postMessage({ message: "failed", id: 0, error: { code: "panic", message: "It <b>broke</b>.", fields: {} } }));
+  await page.getByRole("alert").filter({ hasText: "It <b>broke</b>." }).waitFor();
+  assert.equal(await page.locator(".notice").count(), 1);
+  assert.equal(page.workers().length, 0, "the worker has ended");
+  await page.getByRole("button", { name: "Try again" }).click();
+  await page.locator("#start:enabled").waitFor();
+  await close();
+});
+
 const LOOKS = [
   { name: "desktop" },
   { name: "dark", colorScheme: "dark" },
