@@ -92,10 +92,9 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
         }
         Event::Sample { step, prompt, text } => {
             let when = if *step == 0 { "Before" } else { "After" };
-            progress.line(&format!(
-                "\n{when} training, behind \"{prompt}\":\n\n  {}\n",
-                printable(&format!("{prompt}{text}"))
-            ));
+            let shown: Vec<String> =
+                format!("{prompt}{text}").lines().map(|l| format!("    {}", printable(l))).collect();
+            progress.line(&format!("\n{when} training, behind \"{prompt}\":\n\n{}\n", shown.join("\n")));
         }
         Event::Saved { .. } | Event::End { .. } => progress.clear(),
         Event::Note { text } if text.starts_with("stopped") => progress.event(event),

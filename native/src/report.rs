@@ -10,7 +10,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use ebbtide::compile::{Breakdown, Forecast, Occupied, PlanSet};
+use ebbtide::compile::{Action, Breakdown, Forecast, Occupied, PlanSet, SlotId};
 use ebbtide::event::Step;
 use ebbtide::rt::file::{io_error, make_folder, save_atomically};
 use ebbtide::{Event, Result};
@@ -42,10 +42,10 @@ pub struct Recorder {
     shown: usize,
     run: Option<Run>,
     bars: Vec<Bar>,
-    /// Since when each segment is on the device.
-    held: BTreeMap<usize, f64>,
-    /// When the first step began.
-    first: Option<f64>,
+    /// What weight slots hold between runs.
+    home: Vec<(SlotId, usize)>,
+    /// What each weight slot holds now, and since when.
+    held: BTreeMap<SlotId, (usize, f64)>,
     occupied: Vec<(f64, Breakdown)>,
 }
 
@@ -53,6 +53,8 @@ pub struct Recorder {
 struct Course {
     occupied: Vec<Occupied>,
     evictions: Vec<u32>,
+    /// The slot of each load, in the order in which they come.
+    loads: Vec<SlotId>,
     actions: u32,
 }
 
@@ -62,9 +64,10 @@ struct Run {
     /// Times at which actions were seen: (seconds, action).
     seen: Vec<(f64, u32)>,
     evictions: usize,
+    loads: usize,
 }
 
-/// A segment in device memory, from its load to its eviction, in seconds.
+/// A segment in device memory, from its load until another takes its slot, in seconds.
 pub(crate) struct Bar {
     pub segment: usize,
     pub from: f64,
@@ -101,13 +104,16 @@ impl Recorder {
     /// For a training over these plans. `facts` are lines of the page's table.
     pub fn new(title: &str, set: &PlanSet, facts: Vec<(String, String)>) -> Recorder {
         let course = |i: usize| {
-            let actions = &set.plans[i].actions;
-            let evicts = |(at, a): (u32, &ebbtide::compile::Action)| {
-                matches!(a, ebbtide::compile::Action::Evict { .. }).then_some(at)
+            let (actions, fills) = (&set.plans[i].actions, &set.plans[i].fills);
+            let evicts = |(at, a): (u32, &Action)| matches!(a, Action::Evict { .. }).then_some(at);
+            let slot = |at: &u32| match actions.get(*at as usize) {
+                Some(Action::Load { slot, .. }) => Some(*slot),
+                _ => None,
             };
             Course {
                 occupied: set.occupied(i),
                 evictions: (0..).zip(actions).filter_map(evicts).collect(),
+                loads: fills.iter().filter_map(slot).collect(),
                 actions: actions.len() as u32,
             }
         };
@@ -129,8 +135,8 @@ impl Recorder {
             shown: 0,
             run: None,
             bars: Vec::new(),
+            home: set.home.iter().map(|(slot, segment)| (*slot, *segment as usize)).collect(),
             held: BTreeMap::new(),
-            first: None,
             occupied: Vec::new(),
         }
     }
@@ -150,21 +156,27 @@ impl Recorder {
             // Steps only: validations and samples would bury them.
             Event::RunStart { program } if self.plans.contains_key(&**program) => {
                 let now = self.now();
-                self.first.get_or_insert(now);
-                self.run = Some(Run { program: program.to_string(), seen: vec![(now, 0)], evictions: 0 });
+                for (slot, segment) in self.home.clone() {
+                    // A validation in between came back home as well.
+                    if self.held.get(&slot).is_none_or(|(there, _)| *there != segment) {
+                        self.hold(slot, segment, now);
+                    }
+                }
+                self.run = Some(Run { program: program.to_string(), seen: vec![(now, 0)], evictions: 0, loads: 0 });
             }
             Event::Load { segment, .. } => {
-                if let Some(i) = self.segment(segment) {
-                    self.held.insert(i, self.now());
+                let now = self.now();
+                let segment = self.segments.iter().position(|s| **s == **segment);
+                let Some(run) = &mut self.run else { return };
+                let slot = self.plans.get(&run.program).and_then(|c| c.loads.get(run.loads).copied());
+                run.loads += 1;
+                if let (Some(slot), Some(segment)) = (slot, segment) {
+                    self.hold(slot, segment, now);
                 }
             }
-            Event::Evict { segment, .. } => {
+            Event::Evict { .. } => {
                 let now = self.now();
-                let held = self.segment(segment).and_then(|i| Some((i, self.held.remove(&i)?)));
                 let Some(run) = &mut self.run else { return };
-                if let Some((segment, from)) = held {
-                    self.bars.push(Bar { segment, from: from.max(self.first.unwrap_or(0.0)), to: now });
-                }
                 if let Some(course) = self.plans.get(&run.program) {
                     run.seen.extend(course.evictions.get(run.evictions).map(|action| (now, *action)));
                     run.evictions += 1;
@@ -175,8 +187,11 @@ impl Recorder {
         }
     }
 
-    fn segment(&self, name: &str) -> Option<usize> {
-        self.segments.iter().position(|s| s == name)
+    /// A segment takes a slot, and what was there has gone.
+    fn hold(&mut self, slot: SlotId, segment: usize, now: f64) {
+        if let Some((segment, from)) = self.held.insert(slot, (segment, now)) {
+            self.bars.push(Bar { segment, from, to: now });
+        }
     }
 
     /// Lays the plan's course over the times at which its evictions were seen.
@@ -201,8 +216,7 @@ impl Recorder {
         self.shown += 1;
         if self.shown == SHOWN_STEPS {
             let held = std::mem::take(&mut self.held);
-            let first = self.first.unwrap_or(0.0);
-            self.bars.extend(held.into_iter().map(|(segment, from)| Bar { segment, from: from.max(first), to: now }));
+            self.bars.extend(held.into_values().map(|(segment, from)| Bar { segment, from, to: now }));
         }
         if self.steps.len() < 2 {
             self.steps.push(*step);
@@ -254,8 +268,8 @@ impl Recorder {
         }
         let _ = write!(
             out,
-            "<h2>Loads and evictions</h2><p>Where each segment was in device memory, up to step {SHOWN_STEPS}, as the host \
-             handed it to the queue. Segments that stay are bars from end to end.</p>"
+            "<h2>Loads and evictions</h2><p>Where each segment was in device memory up to step {SHOWN_STEPS}, from \
+             its load until another took its slot, by the host's clock. Segments that stay are bars from end to end.</p>"
         );
         out += &charts::timeline(&self.segments, &self.bars);
         if !self.samples.is_empty() {

@@ -5,6 +5,8 @@
 pub mod engine;
 pub mod kernel;
 #[cfg(not(target_arch = "wasm32"))]
+pub mod models;
+#[cfg(not(target_arch = "wasm32"))]
 pub mod refs;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod stack;

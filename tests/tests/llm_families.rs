@@ -13,7 +13,8 @@ use ebbtide::llm::models::Model;
 use ebbtide::llm::programs::{Bucket, evaluate, inspect};
 use ebbtide::weights::{PIECE_BYTES, ReadAt};
 use ebbtide::{Catalog, Result, Source};
-use ebbtide_tests::engine::{Data, device, f32s, file, mix, random, same_bits, wait};
+use ebbtide_tests::engine::{Data, device, file, mix, same_bits, wait};
+use ebbtide_tests::models::tensors;
 use ebbtide_tests::refs::{self, close, shifted};
 use serde_json::{Value, json};
 
@@ -28,42 +29,6 @@ fn config(architecture: &str, kind: &str, more: Value) -> ModelConfig {
     });
     all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     ModelConfig::parse("config.json", all.to_string().as_bytes()).unwrap()
-}
-
-/// Random tensors of a Llama-like model.
-fn tensors(c: &ModelConfig) -> Vec<Data> {
-    let (d, q, kv, f) = (c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim, c.ffn);
-    let mut list: Vec<(String, Vec<u64>)> = vec![("model.embed_tokens.weight".into(), vec![c.vocabulary, d])];
-    for l in 0..c.layers {
-        let mut linear = |name: &str, out: u64, inner: u64, bias: bool| {
-            list.push((format!("model.layers.{l}.{name}.weight"), vec![out, inner]));
-            if bias {
-                list.push((format!("model.layers.{l}.{name}.bias"), vec![out]));
-            }
-        };
-        linear("self_attn.q_proj", q, d, c.biases.qkv);
-        linear("self_attn.k_proj", kv, d, c.biases.qkv);
-        linear("self_attn.v_proj", kv, d, c.biases.qkv);
-        linear("self_attn.o_proj", d, q, c.biases.o);
-        linear("mlp.gate_proj", f, d, c.biases.mlp);
-        linear("mlp.up_proj", f, d, c.biases.mlp);
-        linear("mlp.down_proj", d, f, c.biases.mlp);
-        let mut norms = vec![("input_layernorm", d), ("post_attention_layernorm", d)];
-        if c.qk_norm {
-            norms.extend([("self_attn.q_norm", c.head_dim), ("self_attn.k_norm", c.head_dim)]);
-        }
-        list.extend(norms.iter().map(|(n, w)| (format!("model.layers.{l}.{n}.weight"), vec![*w])));
-    }
-    list.push(("model.norm.weight".into(), vec![d]));
-    let values = |(i, (name, shape)): (usize, &(String, Vec<u64>))| {
-        let n = shape.iter().product::<u64>() as usize;
-        let mut v = random(500 + i as u64, n, 1.5 / (shape[shape.len() - 1] as f32).sqrt());
-        if name.contains("norm") {
-            v.iter_mut().for_each(|x| *x += 1.0);
-        }
-        f32s(name, shape, &v)
-    };
-    list.iter().enumerate().map(values).collect()
 }
 
 /// Logits of one row, written out.

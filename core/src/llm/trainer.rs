@@ -77,7 +77,7 @@ fn number(part: Part) -> u8 {
 
 impl RunPlan {
     /// Plans a run. The largest group of micro-batches that the budget holds is taken; without an adapter the set only
-    /// evaluates and writes.
+    /// evaluates and writes. The floor is that of single micro-batches, and a share of the weights is counted from there.
     pub fn new(
         model: &Model,
         adapter: Option<&Adapter>,
@@ -87,16 +87,27 @@ impl RunPlan {
         options: Options,
     ) -> Result<RunPlan> {
         let all = spec.accumulation.max(1);
-        let mut refused = None;
-        for group in (1..=all).rev().filter(|g| all.is_multiple_of(*g)) {
-            match RunPlan::with_group(model, adapter, spec, caps, budget, options, group) {
-                Err(error @ Error::BudgetBelowFloor { .. }) => refused = Some(error),
+        let of = |budget, group| RunPlan::with_group(model, adapter, spec, caps, budget, options, group);
+        if all == 1 || adapter.is_none() {
+            return of(budget, 1);
+        }
+        let least = of(if budget == Budget::All { Budget::Floor } else { budget }, 1)?;
+        let budget = match budget {
+            Budget::Floor | Budget::Percent(_) => Budget::Bytes(least.set.budget),
+            other => other,
+        };
+        for group in (2..=all).rev().filter(|g| all.is_multiple_of(*g)) {
+            match of(budget, group) {
+                Ok(plan) => {
+                    let (floor, floor_set_by) = (least.set.floor, least.set.floor_set_by);
+                    return Ok(RunPlan { set: PlanSet { floor, floor_set_by, ..plan.set }, ..plan });
+                }
                 // A larger batch may also be too large for a binding.
-                Err(error @ Error::Limit { .. }) if group > 1 => refused = Some(error),
-                other => return other,
+                Err(Error::BudgetBelowFloor { .. } | Error::Limit { .. }) => {}
+                Err(other) => return Err(other),
             }
         }
-        Err(refused.unwrap_or(Error::Invalid { what: "accumulation".into(), reason: "must be at least 1".into() }))
+        if budget == Budget::All { of(budget, 1) } else { Ok(least) }
     }
 
     fn with_group(
