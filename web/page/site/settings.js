@@ -32,7 +32,10 @@ export function settings(budget) {
     const value = field(name).valueAsNumber;
     if (Number.isFinite(value)) run[name] = value;
   }
-  for (const name of TEXTS) run[name] = field(name).value;
+  for (const name of TEXTS) {
+    const value = field(name).value.trim();
+    if (value !== "") run[name] = value;
+  }
   return run;
 }
 
@@ -47,7 +50,9 @@ export const dataSettings = () => ({
  * @param {RunSettings} run
  */
 export function showSettings(run) {
-  for (const name of [...NUMBERS, ...TEXTS]) if (run[name] !== undefined) field(name).value = String(run[name]);
+  for (const name of NUMBERS) field(name).value = String(run[name] ?? field(name).defaultValue);
+  field("lr_schedule").value = run.lr_schedule ?? "constant";
+  field("target_modules").value = run.target_modules ?? "";
   if (run.sample?.prompt !== undefined) prompt.value = run.sample.prompt;
   tellSettings();
 }

@@ -93,7 +93,7 @@ async function askMemory() {
 function progress(progress) {
   switch (progress.progress) {
     case "phase":
-      return know({ phase: `${progress.phase.charAt(0).toUpperCase()}${progress.phase.slice(1)}…` });
+      return know({ phase: sentence(progress.phase) });
     case "forecast":
       peaks.planned = progress.forecast.peak_bytes;
       return know({ forecast: progress.forecast });
@@ -119,6 +119,11 @@ function progress(progress) {
       say(`Going on from step ${progress.step}.`);
       return know({ phase: `Going on from step ${count(progress.step)}…` });
   }
+}
+
+/** @param {string} words as the engine says them */
+function sentence(words) {
+  return `${words.charAt(0).toUpperCase()}${words.slice(1)}${/[.!?…]$/.test(words) ? "" : "…"}`;
 }
 
 /** @param {Step} step */
