@@ -79,7 +79,7 @@ const draw = chart(
       {},
       { stroke: () => colour("--sea"), width: 1, alpha: 0.55, points: { show: false } },
       { stroke: () => colour("--deep"), width: 2.5, points: { show: false }, spanGaps: true },
-      { stroke: () => colour("--limit"), fill: () => colour("--limit"), width: 0, points: { show: true, size: 8 } },
+      { stroke: () => colour("--limit"), fill: () => colour("--limit"), width: 0, points: { show: true, size: 8, fill: () => colour("--limit") } },
     ],
   },
   () => [points.map((p) => p.step), points.map((p) => p.loss), points.map((p) => p.mean), points.map((p) => p.valid)],

@@ -51,7 +51,8 @@ async function begin() {
     const version = await app.engine.start();
     know({ phase: "Opening the GPU…" });
     const { rows } = await app.engine.ask({ command: "open-device" }, "device");
-    gpu.textContent = rows[0]?.[1] ?? "GPU ready";
+    const name = rows.find(([name]) => name === "adapter")?.[1];
+    gpu.textContent = name && !name.startsWith("not named") ? `On ${name}` : "On your GPU";
     fillList(facts, [...rows, ["engine", version]]);
   } catch (error) {
     const code = error instanceof EngineError ? error.code : "page";

@@ -1,6 +1,6 @@
 // The second view: both founding programs, each run against its counterpart, with tables and traces.
 
-/** @import { ProbeFigures } from "../protocol.d.ts" */
+/** @import { ProbeFigures, Timed } from "../protocol.d.ts" */
 import { alone, app, onChange } from "./app.js";
 import { byId, element } from "./dom.js";
 import { bytes, count, digits, duration, exactBytes } from "./format.js";
@@ -64,13 +64,17 @@ async function stream(form, place) {
   const rounds = Number(form.get("rounds"));
   const budget = String(form.get("budget")).trim();
   const manual = form.get("manual") !== null;
+  /** @type {Timed[]} */
+  let events = [];
   const run = (/** @type {string} */ budget, /** @type {boolean} */ manual) =>
     app.engine.ask({ command: "probe", probe: { program: "stream", budget, rounds, manual } }, "stream-probe", {
-      progress: (progress) => progress.progress === "events" && streamTimeline.happened(progress.events),
+      progress: (progress) => progress.progress === "events" && events.push(...progress.events),
     });
   const all = await run("all", false);
-  streamTimeline.begin(["down", "up"]);
+  events = [];
   const small = await run(budget, manual);
+  streamTimeline.begin(["down", "up"], small.figures.peak_by_category["weights"] ?? 0);
+  streamTimeline.happened(events);
   const row = (/** @type {string} */ name, /** @type {typeof all} */ r) => [
     name, size(r.figures.budget_bytes), peak(r.figures), size(r.figures.planned_peak_bytes), size(r.figures.peak_by_category["weights"] ?? 0),
     count(r.figures.loads), count(r.figures.evictions), duration(r.figures.milliseconds),

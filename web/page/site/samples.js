@@ -3,6 +3,7 @@
 import { alone, app, know, onChange } from "./app.js";
 import { byId, element } from "./dom.js";
 import { tellError } from "./notices.js";
+import { sampleSettings } from "./settings.js";
 
 const places = { before: byId("before", HTMLElement), after: byId("after", HTMLElement) };
 const form = byId("sample-form", HTMLFormElement);
@@ -43,7 +44,7 @@ form.addEventListener("submit", async (event) => {
       for (const place of /** @type {const} */ (["before", "after"])) {
         if (place === "after" && app.trained === 0) break;
         clear([place]);
-        const sample = { prompt: start, without_adapter: place === "before" };
+        const sample = { ...sampleSettings(), without_adapter: place === "before" };
         const { text } = await app.engine.ask({ command: "sample", sample }, "sampled", {
           progress: (progress) => progress.progress === "text" && append(place, progress.text),
         });

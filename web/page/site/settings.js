@@ -1,6 +1,6 @@
 // How to train: the form of settings as the engine wants it.
 
-/** @import { DataSettings, RunSettings } from "../protocol.d.ts" */
+/** @import { DataSettings, RunSettings, SampleSettings } from "../protocol.d.ts" */
 import { app, onChange } from "./app.js";
 import { byId } from "./dom.js";
 import { plural } from "./format.js";
@@ -27,7 +27,7 @@ export const settingsAreValid = () => form.checkValidity();
  */
 export function settings(budget) {
   /** @type {RunSettings} */
-  const run = { budget, sample: { prompt: prompt.value } };
+  const run = { budget, sample: sampleSettings() };
   for (const name of NUMBERS) {
     const value = field(name).valueAsNumber;
     if (Number.isFinite(value)) run[name] = value;
@@ -38,6 +38,9 @@ export function settings(budget) {
   }
   return run;
 }
+
+/** @returns {SampleSettings} */
+export const sampleSettings = () => ({ prompt: prompt.value, tokens: field("sample_tokens").valueAsNumber || 48 });
 
 /** @returns {DataSettings} */
 export const dataSettings = () => ({
@@ -53,7 +56,8 @@ export function showSettings(run) {
   for (const name of NUMBERS) field(name).value = String(run[name] ?? field(name).defaultValue);
   field("lr_schedule").value = run.lr_schedule ?? "constant";
   field("target_modules").value = run.target_modules ?? "";
-  if (run.sample?.prompt !== undefined) prompt.value = run.sample.prompt;
+  prompt.value = run.sample?.prompt ?? "";
+  field("sample_tokens").value = String(run.sample?.tokens ?? 48);
   tellSettings();
 }
 

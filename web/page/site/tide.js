@@ -6,6 +6,7 @@
 /** @import { Forecast, Timed } from "../protocol.d.ts" */
 import { byId, element, stillness } from "./dom.js";
 import { bytes } from "./format.js";
+import { Slots } from "./slots.js";
 
 const LAG = 350;
 const MOST = 5000;
@@ -19,6 +20,7 @@ const words = byId("tide-words", HTMLElement);
 let basins = new Map();
 let names = "";
 let weights = 1;
+let slots = new Slots(0);
 /** @type {Timed[]} */
 let queue = [];
 let offset = 0;
@@ -37,10 +39,11 @@ export function foresee(forecast, still) {
     place.replaceChildren(...basins.values());
   }
   weights = Math.max(1, forecast.weight_bytes);
-  const slots = forecast.peak_by_category["weights"] ?? 0;
-  mark.style.left = `${Math.min(100, (100 * slots) / weights)}%`;
+  const room = forecast.peak_by_category["weights"] ?? 0;
+  mark.style.left = `${Math.min(100, (100 * room) / weights)}%`;
   if (!still) return;
   queue = [];
+  slots = new Slots(room);
   // What stays is told in bytes; parts are filled from the first on, as the engine keeps them.
   let left = forecast.resident_weights;
   for (const [name, size] of forecast.segments) {
@@ -52,8 +55,15 @@ export function foresee(forecast, still) {
   words.textContent = all
     ? `All ${bytes(weights)} of weights stay in GPU memory.`
     : `${bytes(forecast.resident_weights)} of ${bytes(weights)} of weights stay in GPU memory; the rest ebbs and flows, ` +
-      `never more than ${bytes(slots)} at once.`;
+      `never more than ${bytes(room)} at once.`;
 }
+
+/**
+ * `block 3` or `3` for block.03, `head` for head.0.
+ * @param {string} name
+ * @param {boolean} long
+ */
+const label = (name, long) => name.replace(/^block\.0*(?=\d)/, long ? "block " : "").replace(/^head\.0$/, "head");
 
 /**
  * @param {string} name
@@ -63,7 +73,7 @@ export function foresee(forecast, still) {
 function basin(name, size, among) {
   const made = element("div", { class: "basin", title: `${name}: ${bytes(size)}` }, element("div", "", element("i")));
   made.style.flexGrow = String(size);
-  if (among <= 18) made.append(element("span", name.replace(/^block\./, among <= 10 ? "block " : "")));
+  if (among <= 18) made.append(element("span", label(name, among <= 10)));
   return made;
 }
 
@@ -99,16 +109,14 @@ function play() {
   const late = stillness.matches || document.hidden || queue.length > MOST;
   const until = late ? Infinity : performance.now() - offset - LAG;
   let done = 0;
-  let held = -1;
   for (const timed of queue) {
     if (timed.at > until) break;
     done += 1;
-    held = timed.weights_held;
-    if (timed.event === "load") stand(timed.segment, true, true);
-    else if (timed.event === "evict") stand(timed.segment, false);
+    for (const { name, here } of slots.change(timed)) stand(name, here, here);
   }
   queue.splice(0, done);
-  if (held >= 0) {
+  if (done > 0) {
+    const held = slots.bytes;
     fill.style.width = `${Math.min(100, (100 * held) / weights)}%`;
     words.textContent = `${bytes(held)} of ${bytes(weights)} of weights are in GPU memory now.`;
   }

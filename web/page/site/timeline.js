@@ -3,6 +3,7 @@
 /** @import { Timed } from "../protocol.d.ts" */
 import { axis, chart, colour } from "./chart.js";
 import { digits, duration, plural } from "./format.js";
+import { Slots } from "./slots.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 /** @typedef {"forward" | "backward" | "stays"} Why */
@@ -19,6 +20,7 @@ const COLOURS = { forward: "--sea", backward: "--backward", stays: "--shallow" }
 export function timeline(place, kind, name) {
   /** @type {string[]} */
   let lanes = [];
+  let slots = new Slots(0);
   /** What is in memory, since when and why. @type {Map<string, { from: number, why: Why }>} */
   let here = new Map();
   /** What runs now. @type {{ start: number, bars: Bar[], turn: number | undefined, loads: number } | undefined} */
@@ -28,40 +30,41 @@ export function timeline(place, kind, name) {
 
   /** @param {Timed} timed */
   function one(timed) {
+    for (const { at, name, pass, here: came } of slots.change(timed)) {
+      if (came) here.set(name, { from: at, why: pass === "backward" ? "backward" : "forward" });
+      else leave(name, at);
+    }
     switch (timed.event) {
       case "run-start":
         now = timed.program.startsWith(kind) ? { start: timed.at, bars: [], turn: undefined, loads: 0 } : undefined;
-        for (const [name] of here) here.set(name, { from: timed.at, why: "stays" });
+        for (const name of here.keys()) here.set(name, { from: timed.at, why: "stays" });
         break;
       case "load":
-        turned(timed);
-        if (now) now.loads += 1;
-        here.set(timed.segment, { from: timed.at, why: timed.pass === "backward" ? "backward" : "forward" });
-        break;
       case "evict":
-        turned(timed);
-        end(timed.segment, timed.at);
-        here.delete(timed.segment);
+        if (!now) break;
+        if (timed.pass === "backward") now.turn ??= timed.at - now.start;
+        if (timed.event === "load") now.loads += 1;
         break;
       case "run-end":
         if (!now) break;
-        for (const name of here.keys()) end(name, timed.at);
+        for (const [name, since] of here) bar(name, since, timed.at);
         shown = { bars: now.bars, time: timed.at - now.start, turn: now.turn, loads: now.loads };
         now = undefined;
         draw();
     }
   }
 
-  /** @param {{ at: number, pass: string }} timed */
-  function turned({ at, pass }) {
-    if (now && pass === "backward") now.turn ??= at - now.start;
+  /** @param {string} name @param {number} at */
+  function leave(name, at) {
+    const since = here.get(name);
+    if (since) bar(name, since, at);
+    here.delete(name);
   }
 
-  /** @param {string} name @param {number} at */
-  function end(name, at) {
-    const since = here.get(name);
+  /** @param {string} name @param {{ from: number, why: Why }} since @param {number} at */
+  function bar(name, { from, why }, at) {
     const lane = lanes.indexOf(name);
-    if (now && since && lane >= 0) now.bars.push({ lane, from: Math.max(0, since.from - now.start), to: at - now.start, why: since.why });
+    if (now && lane >= 0) now.bars.push({ lane, from: Math.max(0, from - now.start), to: at - now.start, why });
   }
 
   /** @param {uPlot} plot */
@@ -124,9 +127,13 @@ export function timeline(place, kind, name) {
   );
 
   return {
-    /** @param {string[]} names of the parts, in the order of the forward pass */
-    begin(names) {
+    /**
+     * @param {string[]} names of the parts, in the order of the forward pass
+     * @param {number} room bytes of all weight slots
+     */
+    begin(names, room) {
       lanes = names;
+      slots = new Slots(room);
       now = shown = undefined;
       here = new Map();
       draw();

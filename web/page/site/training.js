@@ -1,6 +1,6 @@
 // The training: start, pause, go on, stop, and what is seen of it.
 
-/** @import { Progress, Step } from "../protocol.d.ts" */
+/** @import { Progress, Step, Timed } from "../protocol.d.ts" */
 import { alone, app, know, onChange } from "./app.js";
 import { budget, plan } from "./budget.js";
 import { byId, element } from "./dom.js";
@@ -22,6 +22,14 @@ const phase = byId("phase", HTMLElement);
 const stats = byId("stats", HTMLElement);
 
 const stepChart = timeline(byId("step-chart", HTMLElement), "train", "The last step");
+
+/** What the programs of a training are, by how their names begin. */
+const RUNS = /** @type {const} */ ([
+  ["train", "Training…"],
+  ["evaluate", "Validating…"],
+  ["prompt", "Writing a sample…"],
+  ["token", "Writing a sample…"],
+]);
 
 /** Between two questions for the memory by category. */
 const ASK_EVERY = 250;
@@ -78,7 +86,7 @@ function begin(resume) {
   }
   clear(resume ? ["after"] : ["before", "after"]);
   memory.begin(app.forecast?.budget_bytes ?? 0);
-  stepChart.begin(app.forecast?.segments.map(([name]) => name) ?? []);
+  stepChart.begin(app.forecast?.segments.map(([name]) => name) ?? [], app.forecast?.peak_by_category["weights"] ?? 0);
 }
 
 async function askMemory() {
@@ -98,6 +106,7 @@ function progress(progress) {
       peaks.planned = progress.forecast.peak_bytes;
       return know({ forecast: progress.forecast });
     case "events":
+      doing(progress.events);
       tide.flow(progress.events);
       memory.happened(progress.events);
       return stepChart.happened(progress.events);
@@ -121,6 +130,17 @@ function progress(progress) {
   }
 }
 
+/**
+ * Says what runs, by the programs that began.
+ * @param {Timed[]} events
+ */
+function doing(events) {
+  const began = events.findLast((timed) => timed.event === "run-start");
+  if (began?.event !== "run-start" || paused || stopping) return;
+  const words = RUNS.find(([start]) => began.program.startsWith(start))?.[1];
+  if (words && words !== app.phase) know({ phase: words });
+}
+
 /** @param {string} words as the engine says them */
 function sentence(words) {
   return `${words.charAt(0).toUpperCase()}${words.slice(1)}${/[.!?…]$/.test(words) ? "" : "…"}`;
@@ -133,7 +153,7 @@ function stepped(step) {
   peaks.measured = step.peak_bytes;
   loss.happened(step);
   if (!step.finite) tell({ title: `Step ${step.step} was not finite`, text: "Nothing was learned from it. A lower learning rate may help." });
-  know(paused || stopping ? {} : { phase: "Training…" });
+  know({});
 }
 
 form.addEventListener("submit", (event) => {

@@ -77,7 +77,8 @@ test("a training is started, paused, resumed and stopped by keys alone, and the 
   await reaches(page, Number.parseInt(held ?? "") + 2);
   await page.keyboard.press("Tab");
   await page.keyboard.press("Enter");
-  await page.getByText(/^Stopped after/).first().waitFor();
+  await page.locator("#go-on").waitFor();
+  assert.equal(await page.locator("#phase").getByText(/^Stopped after/).count(), 1);
   assert.equal(await focused(), "go-on");
   await page.keyboard.press("Enter");
   await reaches(page, Number.parseInt(held ?? "") + 4);
