@@ -1,17 +1,10 @@
 //! The GPU in words.
 
+use ebbtide::Device;
 use ebbtide::error::Bytes;
-use ebbtide::{Device, DeviceChoice};
-use wasm_bindgen::prelude::*;
 
-/// Opens the GPU through the engine and describes it: JSON `{"rows": [[name, value], …]}`, for showing.
-///
-/// # Errors
-///
-/// A message for the user where the browser has no adapter or refuses the device.
-#[wasm_bindgen]
-pub async fn open_device() -> Result<String, JsError> {
-    let device = Device::open(&DeviceChoice::default()).await?;
+/// What the page shows of it: names and values.
+pub fn rows(device: &Device) -> Vec<(String, String)> {
     let caps = device.caps();
     // Browsers may keep the name to themselves.
     let name = if caps.adapter.is_empty() { "not named by the browser" } else { &caps.adapter };
@@ -26,5 +19,5 @@ pub async fn open_device() -> Result<String, JsError> {
         ("workgroup memory", bytes(caps.max_workgroup_bytes.into())),
         ("alignment of a storage binding", bytes(caps.storage_align)),
     ];
-    Ok(serde_json::json!({ "rows": rows }).to_string())
+    rows.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }

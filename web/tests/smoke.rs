@@ -48,14 +48,6 @@ async fn complaints(device: &Device, name: &str, source: &str) -> Vec<String> {
 }
 
 #[wasm_bindgen_test]
-async fn the_page_can_say_which_device_the_engine_opened() {
-    let text = ebbtide_web::device::open_device().await.expect("a device");
-    let device: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    assert!(device["rows"].as_array().is_some_and(|rows| rows.len() > 1), "{text}");
-    console_log!("{text}");
-}
-
-#[wasm_bindgen_test]
 async fn the_browser_compiles_every_shader_of_the_engine() {
     let device = device().await;
     let shaders = ebbtide_shaders::all();

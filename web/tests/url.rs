@@ -31,10 +31,6 @@ mod shell {
     }
 
     pub fn say(_: &str) {}
-
-    pub fn root() -> std::path::PathBuf {
-        std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
-    }
 }
 
 /// Requests through a socket, one a connection; notes what was asked for.
@@ -101,6 +97,10 @@ impl Answer for SocketAnswer {
             Ok(bytes.len() as u64)
         })
     }
+}
+
+fn site(folder: &Path) -> serve::Site {
+    serve::Site { folder: folder.into(), policy: "default-src 'self'".into() }
 }
 
 fn open(server: &Arc<Sockets>, url: &str) -> ebbtide::Result<Option<Source>> {
@@ -197,7 +197,7 @@ fn sparse_file(path: &Path) -> (u64, Vec<f32>, Vec<f32>) {
 fn a_file_of_five_gigabytes_opens_plans_and_loads_its_first_and_last_layer_over_http() {
     let folder = tempfile::tempdir().unwrap();
     let (n, first, last) = sparse_file(&folder.path().join("model.safetensors"));
-    let port = serve::spawn(folder.path()).unwrap();
+    let port = serve::spawn(site(folder.path())).unwrap();
     let server = Arc::new(Sockets::default());
     let url = format!("http://127.0.0.1:{port}/model.safetensors");
     let source = open(&server, &url).unwrap().unwrap();
@@ -243,7 +243,7 @@ fn a_file_that_changes_on_the_server_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.bin");
     std::fs::write(&path, [7; 100]).unwrap();
-    let port = serve::spawn(folder.path()).unwrap();
+    let port = serve::spawn(site(folder.path())).unwrap();
     let source = open(&Arc::default(), &format!("http://127.0.0.1:{port}/a.bin")).unwrap().unwrap();
     let mut bytes = [0; 10];
     block_on(source.fill(50, &mut bytes)).unwrap();

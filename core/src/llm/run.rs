@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, Step};
 use crate::gpu::Device;
 use crate::nn::AdamW;
-use crate::rt::Instant;
+use crate::rt::{Instant, Waiting};
 use crate::stream::Cancel;
 
 /// Most tokens of a prompt that go through the model at once.
@@ -34,6 +34,11 @@ pub trait Host: EventSink {
     /// Memory of the process as the system sees it, where it can be told.
     fn witness_bytes(&mut self) -> Option<u64> {
         None
+    }
+
+    /// Waited for before each step: a host that holds the training does it here.
+    fn before_step(&mut self) -> Waiting<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 
     /// Keeps a checkpoint and the adapter, each whole or not at all; says where.
@@ -269,6 +274,7 @@ impl<'a> Run<'a> {
             self.look(cancel, host).await?;
         }
         while self.trainer.step_count() < self.settings.steps {
+            host.before_step().await;
             if cancel.is_cancelled() {
                 return Err(Error::Cancelled);
             }

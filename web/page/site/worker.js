@@ -1,21 +1,16 @@
-// The engine's worker. For now the module opens the GPU and no more; the other commands say so.
-import init, { open_device } from "./ebbtide_web.js";
+// The engine's worker: loads the module and hands it what the page posts. Ending this worker frees everything.
+import init, { Engine } from "./ebbtide_web.js";
 
-const failed = (id, code, message) => postMessage({ message: "failed", id, error: { code, message, fields: {} } });
-const ended = (error) => (error instanceof Error ? error.message : String(error));
-
-addEventListener("message", async ({ data: { id, command } }) => {
-  if (command !== "open-device") return failed(id, "not-built", `The engine of this page does not know "${command}" yet.`);
-  try {
-    postMessage({ message: "done", id, reply: { reply: "device", ...JSON.parse(await open_device()) } });
-  } catch (error) {
-    failed(id, "no-adapter", ended(error));
-  }
-});
+/** @type {unknown[]} */
+const early = [];
+self.onmessage = ({ data }) => early.push(data);
 
 try {
   await init();
-  postMessage({ message: "ready", format: 1, version: "without training" });
+  const engine = new Engine((/** @type {unknown} */ message, /** @type {Transferable[]} */ transfer) => postMessage(message, { transfer }));
+  self.onmessage = ({ data }) => engine.receive(data);
+  for (const data of early) engine.receive(data);
 } catch (error) {
-  failed(0, "worker", `The engine could not be loaded: ${ended(error)}`);
+  const message = `The engine could not be loaded: ${error instanceof Error ? error.message : error}`;
+  postMessage({ message: "failed", id: 0, error: { code: "worker", message, fields: {} } });
 }
