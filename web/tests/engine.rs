@@ -18,7 +18,7 @@ fn train(budget: &str, steps: u64) -> Value {
 #[wasm_bindgen_test]
 async fn training_keeps_its_budget_and_has_the_same_bits_at_every_one() {
     let mut page = Page::with_tide_log().await;
-    let mut all: Vec<(Vec<f64>, Vec<(String, Vec<u8>)>)> = Vec::new();
+    let mut all = Vec::new();
     for budget in ["all", "33%", "floor"] {
         let ended = page.ask(train(budget, 3), &[]).await;
         let reply = ended.reply();
