@@ -121,6 +121,14 @@ async fn a_kept_session_opens_with_its_data_and_goes_on() {
     assert_eq!(page.ask(more, &[]).await.reply()["steps"], 3);
     let left = page.ask(json!({ "command": "delete-session", "name": "a test" }), &[]).await;
     assert_eq!(left.reply()["sessions"], json!([]));
+    let name = opened.reply()["model"]["name"].clone();
+    let open = page.ask(json!({ "command": "delete-model", "name": name }), &[]).await;
+    assert_eq!(open.result.unwrap_err()["code"], "invalid", "an open model is not deleted");
+    page.ask(json!({ "command": "open", "model": { "from": "files" } }), &tiny_model()).await.reply();
+    let kept = page.ask(json!({ "command": "kept-models" }), &[]).await;
+    assert!(kept.reply()["models"].as_array().unwrap().iter().any(|m| m["name"] == name));
+    let kept = page.ask(json!({ "command": "delete-model", "name": name }), &[]).await;
+    assert!(kept.reply()["models"].as_array().unwrap().iter().all(|m| m["name"] != name));
 }
 
 #[wasm_bindgen_test]

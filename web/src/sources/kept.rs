@@ -236,8 +236,8 @@ pub async fn copy_model(
         let reason = format!("it takes {}, and the browser has room for {}", Bytes(all), Bytes(free));
         return Err(Error::Invalid { what, reason });
     }
-    Keep::open(&["models"]).await?.delete(name).await?;
-    let folder = Keep::open(&["models", name]).await?;
+    Keep::open(&[MODELS]).await?.delete(name).await?;
+    let folder = Keep::open(&[MODELS, name]).await?;
     let Some(chunk) = Scratch::new(CHUNK.min(all.max(1)))? else {
         return Err(Error::Io { file: name.into(), reason: "there is no memory of the browser".into() });
     };
@@ -266,20 +266,46 @@ pub async fn copy_model(
     open_model(name).await
 }
 
-/// Opens a complete copy.
-pub async fn open_model(name: &str) -> Result<Folder> {
+const MODELS: &str = "models";
+
+/// The complete copies and their bytes.
+pub async fn models() -> Result<Vec<(String, u64)>> {
+    let mut models = Vec::new();
+    for name in Keep::open(&[MODELS]).await?.names().await? {
+        // What was never copied to the end is none.
+        if let Ok(sizes) = sizes(&name).await {
+            models.push((name, sizes.values().sum()));
+        }
+    }
+    Ok(models)
+}
+
+/// Deletes a copy.
+pub async fn delete_model(name: &str) -> Result<()> {
     check_name(name)?;
-    let folder = Keep::open(&["models", name]).await?;
+    Keep::open(&[MODELS]).await?.delete(name).await
+}
+
+/// The files of a complete copy.
+async fn sizes(name: &str) -> Result<BTreeMap<String, u64>> {
+    check_name(name)?;
     let not_found = || Error::NotFound {
         what: "kept model",
         name: name.into(),
         hint: Some("it was never copied to the end; open it where it comes from and copy it".into()),
     };
-    let mark = folder.read(MARK).await?.ok_or_else(not_found)?;
-    let sizes: BTreeMap<String, u64> = serde_json::from_slice(&mark).map_err(|_| not_found())?;
+    let mark = Keep::open(&[MODELS, name]).await?.read(MARK).await?.ok_or_else(not_found)?;
+    serde_json::from_slice(&mark).map_err(|_| not_found())
+}
+
+/// Opens a complete copy.
+pub async fn open_model(name: &str) -> Result<Folder> {
+    let folder = Keep::open(&[MODELS, name]).await?;
     let mut files = BTreeMap::new();
-    for (file, len) in sizes {
-        let source = folder.file(&flat(&file)).await?.filter(|s| s.len() == len).ok_or_else(not_found)?;
+    for (file, len) in sizes(name).await? {
+        let changed =
+            || Error::SourceChanged { file: file.clone(), reason: format!("the copy of {name} had {len} bytes") };
+        let source = folder.file(&flat(&file)).await?.filter(|s| s.len() == len).ok_or_else(changed)?;
         files.insert(file, source);
     }
     Ok(Folder::Listed { name: name.into(), files })

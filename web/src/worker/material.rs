@@ -15,7 +15,9 @@ use ebbtide::weights::index::{INDEX_FILE, Index};
 use ebbtide::{Catalog, Error, Result};
 
 use super::Bench;
-use crate::protocol::{DataFrom, DataInfo, DataSettings, ModelFrom, ModelInfo, Progress, Reply, RunSettings};
+use crate::protocol::{
+    DataFrom, DataInfo, DataSettings, KeptModel, ModelFrom, ModelInfo, Progress, Reply, RunSettings,
+};
 use crate::sources::{Folder, beside_the_page, kept};
 
 /// The tiny model beside the page.
@@ -279,6 +281,21 @@ impl Bench {
         // Data and adapter stay: it is the same model.
         *self.model.borrow_mut() = Some(copy.clone());
         Ok(Reply::Model { model: copy.info().await })
+    }
+
+    pub async fn kept_models(&self) -> Result<Reply> {
+        let models = kept::models().await?;
+        Ok(Reply::KeptModels { models: models.into_iter().map(|(name, bytes)| KeptModel { name, bytes }).collect() })
+    }
+
+    pub async fn delete_model(&self, name: &str) -> Result<Reply> {
+        let open = self.model.borrow().as_ref().is_some_and(|m| m.from == ModelFrom::Kept { name: name.into() });
+        if open {
+            let reason = "it is open; open another model first".into();
+            return Err(Error::Invalid { what: format!("deleting {name}"), reason });
+        }
+        kept::delete_model(name).await?;
+        self.kept_models().await
     }
 
     pub async fn read_data(&self, from: &DataFrom, settings: &DataSettings, files: &[web_sys::File]) -> Result<Reply> {

@@ -245,6 +245,8 @@ impl Bench {
             Command::OpenDevice => self.describe_device().await.map(plain),
             Command::Open { model } => self.open(id, &model, &files).await.map(plain),
             Command::Copy => self.copy(id).await.map(plain),
+            Command::KeptModels => self.kept_models().await.map(plain),
+            Command::DeleteModel { name } => self.delete_model(&name).await.map(plain),
             Command::Data { data, options } => self.read_data(&data, &options, &files).await.map(plain),
             Command::Train { run } => self.train(id, &run).await.map(plain),
             Command::Sample { sample } => self.sample(id, &sample).await.map(plain),
