@@ -164,11 +164,12 @@ fn accumulation_is_one_batch_of_its_rows_to_the_bit_and_loads_once_a_group() {
         let (fits, values, group) = accumulated(&device, &model, &adapter, parts, Budget::Bytes(whole));
         assert_eq!((group, fits.loads), (parts, one.loads), "{parts} parts that fit");
         assert!(values == want, "{parts} parts that fit end with another adapter");
-        assert!((fits.loss - one.loss).abs() < 1e-6);
+        assert_eq!(fits.loss.to_bits(), one.loss.to_bits());
         let (least, loads) = floor_of(&device, &model, &adapter, 8 / parts);
         let (floor, values, group) = accumulated(&device, &model, &adapter, parts, Budget::Floor);
         assert_eq!((group, floor.loads), (1, parts * loads), "{parts} parts at the floor of {least}");
         assert!(values == want, "{parts} parts at the floor end with another adapter");
+        assert_eq!(floor.loss.to_bits(), one.loss.to_bits());
     }
     // Between the two: groups of two. Their three programs have some parameters more; no weight fits into that.
     let (pairs, loads) = floor_of(&device, &model, &adapter, 2);

@@ -8,7 +8,11 @@ use super::models::{DropoutInputs, Forward, Model};
 use crate::compile::Plan;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Program, Tensor};
-use crate::nn::{AdamW, HYPER_INPUT, Part, Trainable, cross_entropy, embedding, rope_tables, train_part};
+use crate::nn::{AdamW, HYPER_INPUT, Part, Trainable, embedding, rope_tables, token_losses, train_part_with};
+
+/// Name of the output with the loss of each token, `[rows · tokens]`, 0 where nothing is trained. A step's loss is added up
+/// from these, so that it does not depend on how many micro-batches a budget lets through together.
+pub const LOSSES: &str = "losses";
 
 /// The shape of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -81,20 +85,28 @@ impl Built<'_> {
     }
 
     fn loss(&mut self) -> Result<Tensor> {
+        Ok(self.losses()?.0)
+    }
+
+    /// Σ weight · loss over tokens, and the loss of each token.
+    fn losses(&mut self) -> Result<(Tensor, Tensor)> {
         let n = self.f.rows * self.f.tokens;
         let labels = self.g.input_i32("labels", [n])?;
         let weights = self.g.input("weights", [n])?;
         let h = self.end()?;
         let head = self.f.head(&mut self.g)?;
-        cross_entropy(&mut self.g, h, &head, labels, weights)
+        let losses = token_losses(&mut self.g, h, &head, labels)?;
+        let weighted = self.g.mul(losses, weights)?;
+        Ok((self.g.sum(weighted)?, losses))
     }
 }
 
 /// A training step, or a part of one, of an adapter. Inputs: those of [`Inputs::batch`] and, for a part that updates,
-/// [`HYPER_INPUT`] ([`Inputs::hyper`]); with dropout [`Inputs::dropout`]. Outputs: as [`train_part`].
+/// [`HYPER_INPUT`] ([`Inputs::hyper`]); with dropout [`Inputs::dropout`]. Outputs: as [`crate::nn::train_part`], and
+/// [`LOSSES`].
 pub fn train(model: &Model, adapter: &Adapter, bucket: Bucket, adamw: &AdamW, part: Part) -> Result<Program> {
     let mut built = build(model, Some(adapter), bucket, true, None)?;
-    let loss = built.loss()?;
+    let (loss, losses) = built.losses()?;
     let Built { g, values, .. } = built;
     let Some(values) = values else {
         return Err(Error::Invalid { what: "train".into(), reason: "there is no adapter".into() });
@@ -105,7 +117,8 @@ pub fn train(model: &Model, adapter: &Adapter, bucket: Bucket, adamw: &AdamW, pa
         Part::Middle => "train middle",
         Part::Last => "train last",
     };
-    Ok(train_part(g, loss, adapter.params(), &values, adamw, part)?.named(&title(name, bucket)))
+    let also = [(LOSSES, losses)];
+    Ok(train_part_with(g, loss, &also, adapter.params(), &values, adamw, part)?.named(&title(name, bucket)))
 }
 
 /// The loss of a batch, without dropout. Output: `loss`, Σ weight · loss over tokens.

@@ -255,7 +255,7 @@ impl<'a> Trainer<'a> {
         if trained == 0 {
             return refuse("no token of it is trained".into());
         }
-        let mut report = StepReport { trained, ..StepReport::default() };
+        let (mut report, mut sum) = (StepReport { trained, ..StepReport::default() }, 0.0);
         let groups: Vec<&[Micro]> = window.chunks(self.plan.group as usize).collect();
         for (i, group) in groups.iter().enumerate() {
             let part = match (groups.len(), i) {
@@ -273,7 +273,8 @@ impl<'a> Trainer<'a> {
             inputs.hyper(&self.adamw.hyper(rate, self.step + 1));
             let given = inputs.of_plan(&self.plan.set.plans[index]);
             let out = self.session.run(index, &given, cancel, events).await?;
-            report.loss += f64::from(out.f32("loss")?[0]);
+            // Token by token: sums of whatever went through together would have other bits at another budget.
+            sum = out.f32(programs::LOSSES)?.into_iter().fold(sum, |sum, loss| sum + f64::from(loss));
             report.loads += out.loads;
             report.work += self.plan.work.get(index).copied().unwrap_or(0);
             report.streamed_bytes += out.streamed_bytes;
@@ -285,6 +286,7 @@ impl<'a> Trainer<'a> {
             }
         }
         self.step += 1;
+        report.loss = sum / trained as f64;
         Ok(report)
     }
 

@@ -26,7 +26,7 @@ pub use norm::{layer_norm, rms_norm};
 pub use optimizer::{AdamW, HYPER, HYPER_INPUT};
 pub use rope::{Rope, RopeScaling, rope, rope_tables};
 pub use softmax::softmax;
-pub use train::{CONTROL, Param, Params, Part, Trainable, train_part, train_step};
+pub use train::{CONTROL, Param, Params, Part, Trainable, train_part, train_part_with, train_step};
 
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Shape, Tensor};

@@ -146,11 +146,27 @@ pub fn train_part(
     adamw: &AdamW,
     part: Part,
 ) -> Result<Program> {
+    train_part_with(g, loss, &[], params, values, adamw, part)
+}
+
+/// As [`train_part`], with further outputs.
+pub fn train_part_with(
+    g: Graph,
+    loss: Tensor,
+    also: &[(&str, Tensor)],
+    params: &Params,
+    values: &Trainable,
+    adamw: &AdamW,
+    part: Part,
+) -> Result<Program> {
     if params.params.is_empty() {
         return Err(Error::Invalid { what: "train step".into(), reason: "there are no parameters to train".into() });
     }
     let (carry, updates) = (matches!(part, Part::Middle | Part::Last), matches!(part, Part::Whole | Part::Last));
+    let mut outputs = vec![("loss", loss)];
+    outputs.extend(also);
     g.both_ways(|mut g, recompute| {
+        let mut outputs = outputs.clone();
         let scratch = |g: &mut Graph| -> Result<Vec<Tensor>> {
             let named = params.arrays.iter().enumerate();
             named
@@ -163,7 +179,7 @@ pub fn train_part(
         g.gradients(loss, &[], recompute, Some(&mut sinks))?;
         let grads = sinks.arrays;
         if !updates {
-            let mut program = g.outputs(&[("loss", loss)])?.named("gradients");
+            let mut program = g.outputs(&outputs)?.named("gradients");
             program.roots = grads;
             return Ok(program);
         }
@@ -178,6 +194,7 @@ pub fn train_part(
             arrays.push(Arrays { grads, values: values.arrays[i], m, v });
         }
         optimizer::adamw(&mut g, adamw, &arrays, hyper, control)?;
-        Ok(g.outputs(&[("loss", loss), (CONTROL, control)])?.named("train"))
+        outputs.push((CONTROL, control));
+        Ok(g.outputs(&outputs)?.named("train"))
     })
 }
