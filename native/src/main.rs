@@ -44,6 +44,7 @@ Examples:
 Environment:
   EBBTIDE_ADAPTER   part of the name of the adapter to use
   EBBTIDE_LIMITS    `default`: ask only for WebGPU's default limits
+  EBBTIDE_CACHE     folder for remembered speeds, instead of one in the user's cache
 
 Exit status: 0 done, 1 failed while running, 2 bad input or usage, 3 budget refused,
 4 no device, device lost or out of memory, 130 interrupted";

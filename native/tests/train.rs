@@ -335,6 +335,8 @@ fn a_plan_is_a_table_or_one_line_and_says_when_its_time_is_a_guess() {
         lines.iter().map(|l| l["budget"].as_str().unwrap()).collect::<Vec<_>>(),
         ["floor", "25%", "50%", "75%", "all"]
     );
+    // There is one floor, and one thing that sets it.
+    assert!(lines.iter().all(|l| ["floor_bytes", "floor_set_by"].iter().all(|f| l[*f] == lines[0][*f])), "{lines:?}");
     let reads = numbers(&lines, "bytes_per_step");
     assert!(reads.windows(2).all(|w| w[0] >= w[1]) && reads[4] == 0.0, "{reads:?}");
     assert!(lines.iter().all(|l| l["seconds_estimated"] == true && l["seconds_per_step"].as_f64() > Some(0.0)));

@@ -169,14 +169,14 @@ pub fn compile_with(
         let set_by = lean.lowering.floor_set_by(&lean.shape);
         return Err(Error::BudgetBelowFloor { asked: Bytes(bytes), floor: Bytes(lean.floor), set_by });
     }
-    let floor = lean.floor;
+    // Of the lowering that sets it, whichever is taken.
+    let (floor, set_by) = (lean.floor, lean.lowering.floor_set_by(&lean.shape));
     let recomputes = has_blocks && options.recompute != Recompute::Off && rich.as_ref().is_none_or(|r| bytes < r.all);
     let chosen = match rich {
         Some(rich) if !recomputes => rich,
         _ => lean,
     };
     let Candidate { mut lowering, shape, base, .. } = chosen;
-    let set_by = lowering.floor_set_by(&shape);
     let residence = shape.reside(bytes - base);
     let known = catalog.fingerprint();
     // Everything resident includes what compiling needs.
