@@ -5,12 +5,19 @@ import init, { Engine } from "./ebbtide_web.js";
 const early = [];
 self.onmessage = ({ data }) => early.push(data);
 
+/** @type {(what: string, error: unknown) => void} */
+const broken = (what, error) => {
+  const message = `The engine ${what}: ${error instanceof Error ? error.message : error}`;
+  postMessage({ message: "failed", id: 0, error: { code: "worker", message, fields: {} } });
+};
+// A panic ends a task of the engine without a word: the command that ran would never end.
+self.addEventListener("unhandledrejection", ({ reason }) => broken("broke down", reason));
+
 try {
   await init();
   const engine = new Engine((/** @type {unknown} */ message, /** @type {Transferable[]} */ transfer) => postMessage(message, { transfer }));
   self.onmessage = ({ data }) => engine.receive(data);
   for (const data of early) engine.receive(data);
 } catch (error) {
-  const message = `The engine could not be loaded: ${error instanceof Error ? error.message : error}`;
-  postMessage({ message: "failed", id: 0, error: { code: "worker", message, fields: {} } });
+  broken("could not be loaded", error);
 }

@@ -15,8 +15,8 @@ const axe = readFileSync(join(here, "../node_modules/axe-core/axe.min.js"), "utf
 const shots = process.env.EBBTIDE_SHOTS ?? join(here, "../../../target/page");
 export const address = process.env.EBBTIDE_PAGE ?? "http://localhost:8000/";
 
-/** SwiftShader compiles pipelines and trains on two cores. */
-export const PATIENCE = 120_000;
+/** SwiftShader compiles pipelines and trains on two cores, which may have other work. */
+export const PATIENCE = 400_000;
 
 /** @returns {Promise<import("playwright-core").Browser>} */
 export const launch = () =>
@@ -29,7 +29,7 @@ export const launch = () =>
  * Runs in front of the worker: an outside count of what the engine makes on the GPU. At every word of the engine's about
  * its memory, both counts are compared at that moment. Made of the API alone, so it shares no line with what it checks.
  */
-const WITNESS = `
+const WITNESS = `{
 const sizes = new WeakMap();
 const witness = (self.witness = { live: 0, buffers: 0, made: 0, peak: 0, asked: 0, differences: [], memory: undefined });
 const { createBuffer } = GPUDevice.prototype;
@@ -62,6 +62,7 @@ self.postMessage = function (message, ...rest) {
   }
   return postMessage.call(self, message, ...rest);
 };
+}
 `;
 
 /**
