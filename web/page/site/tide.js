@@ -44,18 +44,21 @@ export function foresee(forecast, still) {
   if (!still) return;
   queue = [];
   slots = new Slots(room);
-  // What stays is told in bytes; parts are filled from the first on, as the engine keeps them.
-  let left = forecast.resident_weights;
+  for (const name of basins.keys()) stand(name, false);
+  // Between two steps the slots hold what stays and, in paler blue, the first parts of the next forward pass.
+  let [stays, left] = [forecast.resident_weights, room];
   for (const [name, size] of forecast.segments) {
-    stand(name, size <= left);
-    left -= size <= left ? size : 0;
+    stand(name, size <= left, size > stays);
+    if (size > left) break;
+    stays -= Math.min(stays, size);
+    left -= size;
   }
-  fill.style.width = `${(100 * forecast.resident_weights) / weights}%`;
-  const all = forecast.loads_per_step === 0;
-  words.textContent = all
-    ? `All ${bytes(weights)} of weights stay in GPU memory.`
-    : `${bytes(forecast.resident_weights)} of ${bytes(weights)} of weights stay in GPU memory; the rest ebbs and flows, ` +
-      `never more than ${bytes(room)} at once.`;
+  fill.style.width = `${(100 * (room - left)) / weights}%`;
+  words.textContent =
+    forecast.loads_per_step === 0
+      ? `All ${bytes(weights)} of weights stay in GPU memory.`
+      : `Of ${bytes(weights)} of weights, ${bytes(room)} are in GPU memory at once. ` +
+        (forecast.resident_weights > 0 ? `${bytes(forecast.resident_weights)} of them stay, the others ebb and flow.` : "They ebb and flow.");
 }
 
 /**
