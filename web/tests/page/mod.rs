@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses some of it")]
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use ebbtide::rt::pause;
@@ -18,6 +19,8 @@ pub struct Page {
     engine: Engine,
     heard: Rc<RefCell<Vec<Heard>>>,
     last: u32,
+    /// How often each kind of progress came while none was kept.
+    counts: Rc<RefCell<Option<BTreeMap<String, usize>>>>,
     _post: Closure<dyn FnMut(JsValue, JsValue)>,
 }
 
@@ -82,7 +85,17 @@ impl Page {
     pub fn new() -> Page {
         let heard: Rc<RefCell<Vec<Heard>>> = Rc::default();
         let to = heard.clone();
+        let counts: Rc<RefCell<Option<BTreeMap<String, usize>>>> = Rc::default();
+        let count = counts.clone();
         let post = Closure::new(move |message: JsValue, _: JsValue| {
+            let progress = Reflect::get(&message, &"progress".into()).unwrap();
+            if let Some(counts) = &mut *count.borrow_mut()
+                && progress.is_object()
+            {
+                let kind = Reflect::get(&progress, &"progress".into()).unwrap().as_string().unwrap();
+                *counts.entry(kind).or_insert(0) += 1;
+                return;
+            }
             let files = Reflect::get(&message, &"files".into()).unwrap();
             let files = if files.is_undefined() { Array::new() } else { Array::from(&files) };
             let get = |of: &JsValue, name: &str| Reflect::get(of, &name.into()).unwrap();
@@ -96,7 +109,19 @@ impl Page {
         });
         let engine = Engine::new(post.as_ref().unchecked_ref::<js_sys::Function>().clone());
         assert_eq!(heard.borrow_mut().remove(0).0["message"], "ready");
-        Page { engine, heard, last: 0, _post: post }
+        Page { engine, heard, last: 0, counts, _post: post }
+    }
+
+    /// From now on progress is counted and not kept, so that what the test gathers is no memory of the engine's.
+    pub fn only_count(&self) {
+        *self.counts.borrow_mut() = Some(BTreeMap::new());
+    }
+
+    /// Waits until progress of a kind was counted so many times.
+    pub async fn counts(&self, kind: &str, times: usize) {
+        while self.counts.borrow().as_ref().is_none_or(|c| c.get(kind).is_none_or(|n| *n < times)) {
+            pause(10).await;
+        }
     }
 
     /// Posts a command; gives its number.
