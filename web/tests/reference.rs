@@ -213,6 +213,7 @@ both! {
 }
 
 both! {
+    #[ignore = "takes minutes on two cores"]
     async fn twenty_steps_of_the_demo_give_the_losses_of_the_reference_and_of_the_native_engine() {
         let device = device().await;
         let tiny = Family {
