@@ -189,3 +189,22 @@ fn a_step_of_a_model_beyond_its_budget_reads_what_was_planned_and_leaves_no_file
     assert_eq!(second[0]["seconds"]["make"], 0.0);
     assert_eq!(first[0]["loss"], second[0]["loss"]);
 }
+
+#[test]
+#[ignore = "writes 2.2 GB and takes minutes; the long suite runs it"]
+fn a_billion_parameters_take_a_step_in_a_gibibyte_and_host_memory_does_not_know_how_many_they_are() {
+    const MIB: u64 = 1 << 20;
+    let place = tempfile::tempdir().unwrap();
+    let out = command(&["probe", "scale", "--shape", "1b", "--dir", place.path().to_str().unwrap(), "--json"], "");
+    let r = &events(&out)[0];
+    let of = |field: &str| r[field].as_u64().unwrap_or_else(|| panic!("{field}: {r}"));
+    assert!(of("weight_bytes") > 2 * of("budget_bytes") - 256 * MIB && of("budget_bytes") == 1024 * MIB, "{r}");
+    assert!(of("peak_bytes") == of("planned_peak_bytes") && of("peak_bytes") <= 1024 * MIB, "{r}");
+    assert!(of("bytes_per_step") <= of("twice_not_resident_bytes") + 2 * of("largest_segment_bytes"), "{r}");
+    assert_eq!(r["finite"], true);
+    // On a software adapter the device's memory is the process's.
+    if r["adapter"].as_str().unwrap().contains("llvmpipe") {
+        assert!(of("process_peak_bytes") <= 1280 * MIB, "{r}");
+        assert!(of("host_bytes") <= 128 * MIB, "{r}");
+    }
+}

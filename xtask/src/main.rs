@@ -6,6 +6,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr)] // a command-line tool speaks on the terminal
 
 mod page;
+mod python;
 mod serve;
 mod setup;
 mod shell;
@@ -21,11 +22,13 @@ cargo xtask test  [FLAGS]   set up, then run every test suite
     --browser-only          only the wasm32 build and the tests in headless Chromium
     --long                  also the tests that take minutes (EBBTIDE_LONG=1, ignored tests included)
     --adapter SUBSTRING     run the native tests on this adapter only (as EBBTIDE_ADAPTER)
+    --peft                  also adapters and merged models opened by PyTorch with PEFT (1.7 GB are set up once)
     --deny                  also `cargo deny check`, if cargo-deny is installed
 cargo xtask web   [FLAGS]   set up, build the page into `dist`, serve it on localhost
     --build-only            build, do not serve
     --port N                port to serve on (8000)
     --allow-origin ORIGIN   let the page read models from this origin too (may be repeated)
+cargo xtask model [FOLDER]  fetch SmolLM2-135M-Instruct, a real model to try things with (and for --long)
 cargo xtask bench [ARGS…]   set up, then run `ebbtide bench`
 cargo xtask setup           set up everything the commands above may need, run nothing
 ";
@@ -38,6 +41,9 @@ fn main() -> ExitCode {
         "demo" | "bench" => run_ebbtide(&command, &rest),
         "test" => suite::Options::parse(&rest).and_then(|options| suite::run(&options)),
         "web" => web::Options::parse(&rest).and_then(|options| web::run(&options)),
+        "model" => {
+            python::real_model(rest.first().and_then(|f| std::path::absolute(f).ok())).map(|folder| shell::say(&folder.display().to_string()))
+        }
         "setup" => setup::everything(),
         "" | "help" | "-h" | "--help" => {
             print!("{USAGE}");

@@ -4,6 +4,7 @@
 //! status is 1 if any failed. A stage that cannot run here is `skipped` with its reason, never silently left out.
 
 use crate::page;
+use crate::python;
 use crate::setup;
 use crate::shell::{Failure, Step, cargo, find_program, root, say};
 use crate::web;
@@ -17,6 +18,7 @@ pub struct Options {
     browser_only: bool,
     long: bool,
     deny: bool,
+    peft: bool,
     adapter: Option<String>,
 }
 
@@ -31,6 +33,7 @@ impl Options {
                 "--browser-only" => options.browser_only = true,
                 "--long" => options.long = true,
                 "--deny" => options.deny = true,
+                "--peft" => options.peft = true,
                 "--adapter" => match args.next() {
                     Some(name) => options.adapter = Some(name.clone()),
                     None => return Err(Failure::usage("--adapter wants a part of an adapter's name")),
@@ -128,7 +131,18 @@ fn native_stages(options: &Options, report: &mut Report) {
         }
         Ok(())
     });
-    report.stage("tests", || native_tests(options, "--workspace").run());
+    let mut model = None;
+    if options.long {
+        report.stage("real model", || python::real_model(None).map(|folder| model = Some(folder)));
+    }
+    let with_model = |step: Step| model.iter().fold(step, |step, folder| step.env("EBBTIDE_SMOLLM2", folder));
+    report.stage("tests", || with_model(native_tests(options, "--workspace")).run());
+    if options.peft {
+        report.stage("peft", || {
+            let step = cargo(["test", "--workspace", "--test", "peft", "--", "--ignored", "--test-threads=1"]);
+            with_model(step).env("EBBTIDE_PEFT_PYTHON", python::peft()?).run()
+        });
+    }
     report.stage("doc tests", || cargo(["test", "--workspace", "--doc"]).run());
 
     // The same GPU tests on a second driver, and at the limits that every browser has.
@@ -152,12 +166,14 @@ fn native_stages(options: &Options, report: &mut Report) {
 }
 
 /// The tests of engine, kernels and ops, for a second run elsewhere. The reference tests of whole models, which are many
-/// steps of the same kernels, run there in the long suite only. Where nextest can filter, the selection stays the whole
+/// steps of the same kernels, run there in the long suite only, and the real model's not at all. Where nextest can filter, the selection stays the whole
 /// workspace: one package alone has other features of its dependencies, and builds them anew for minutes.
 fn engine_tests(options: &Options) -> Step {
     match (find_program("cargo-nextest").is_some(), options.long) {
         (false, _) => native_tests(options, "--package=ebbtide-tests"),
-        (true, true) => native_tests(options, "--workspace").args(["-E", "package(ebbtide-tests)"]),
+        (true, true) => {
+            native_tests(options, "--workspace").args(["-E", "package(ebbtide-tests) and not binary(smollm2)"])
+        }
         (true, false) => {
             native_tests(options, "--workspace").args(["-E", "package(ebbtide-tests) and not binary(/^llm_/)"])
         }
