@@ -78,6 +78,33 @@ fn several_adapters_each_go_on_from_the_prompt_and_the_seed_decides_what_chance_
     assert_eq!((two[0].clone(), two[1].0.as_str(), &two[1].1), (one[0].clone(), Some("other"), &one[0].1));
 }
 
+#[cfg(unix)]
+#[test]
+fn ctrl_c_ends_a_text_with_its_figures_and_exit_status_130() {
+    use std::io::{BufRead, BufReader, Read};
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ebbtide"))
+        .args(["generate", "--model", MODEL, "--prompt", "The", "--max-tokens", "480", "--json", "--budget", "floor"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("\"token\"") {
+        line.clear();
+        assert!(lines.read_line(&mut line).unwrap() > 0, "it ended before its first token");
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let mut rest = String::new();
+    lines.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let events: Vec<Value> = rest.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let [.., summary, error] = events.as_slice() else { panic!("{rest}") };
+    assert_eq!((summary["event"].as_str(), summary["stopped_by"].as_str()), (Some("summary"), Some("interrupted")));
+    assert!(summary["tokens"].as_u64().unwrap() < 480);
+    assert_eq!(error["error"]["code"], "cancelled");
+}
+
 #[test]
 fn what_cannot_be_is_refused_by_name() {
     for (args, code, status, word) in [

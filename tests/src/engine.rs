@@ -217,8 +217,17 @@ pub fn founding(catalog: &Catalog, rounds: u32, by_hand: bool) -> Program {
 
 /// Resident memory of this process in bytes.
 pub fn rss() -> u64 {
+    of_status("VmRSS:")
+}
+
+/// The most resident memory that this process ever had.
+pub fn highest_rss() -> u64 {
+    of_status("VmHWM:")
+}
+
+fn of_status(field: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find(|l| l.starts_with("VmRSS:")).unwrap();
+    let line = status.lines().find(|l| l.starts_with(field)).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
 }
 

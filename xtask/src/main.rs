@@ -41,9 +41,8 @@ fn main() -> ExitCode {
         "demo" | "bench" => run_ebbtide(&command, &rest),
         "test" => suite::Options::parse(&rest).and_then(|options| suite::run(&options)),
         "web" => web::Options::parse(&rest).and_then(|options| web::run(&options)),
-        "model" => {
-            python::real_model(rest.first().and_then(|f| std::path::absolute(f).ok())).map(|folder| shell::say(&folder.display().to_string()))
-        }
+        "model" => python::real_model(rest.first().and_then(|f| std::path::absolute(f).ok()))
+            .map(|folder| shell::say(&folder.display().to_string())),
         "setup" => setup::everything(),
         "" | "help" | "-h" | "--help" => {
             print!("{USAGE}");
