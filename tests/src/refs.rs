@@ -11,7 +11,7 @@ use ebbtide::llm::programs::{Bucket, Inputs};
 use ebbtide::weights::DType;
 use ebbtide::{Cancel, Catalog, Device, Outputs, Program, Session, Source};
 
-use crate::engine::{Data, file, fixture, wait};
+use crate::engine::{Data, f32s, file, fixture, wait};
 
 /// Tensors of a file by name.
 pub struct Tensors(BTreeMap<String, (Vec<u64>, DType, Vec<u8>)>);
@@ -62,12 +62,17 @@ pub fn json(name: &str) -> serde_json::Value {
 }
 
 /// A model of the references. `variant` is its folder: `f32`, `bf16`, `f16`, `f32_sharded`, `f32_hub_style`; what is not
-/// stored is made from `f32` (the stored ones are its roundings, which was checked when they were copied).
+/// stored is made from `f32`, with the same values as the reference's own files (checked when those were left out).
 pub fn model(name: &str, variant: &str) -> Model {
     let folder = path(name).join(variant);
     let stored = folder.is_dir();
     let config = config(&if stored { folder.clone() } else { path(name).join("f32") }.join("config.json"));
-    let catalog = if stored { wait(Catalog::open(&folder)).unwrap() } else { rounded(name, variant) };
+    let made = |bytes| wait(Catalog::from_sources(vec![Source::memory("model.safetensors", bytes)])).unwrap();
+    let catalog = match (stored, variant) {
+        (true, _) => wait(Catalog::open(&folder)).unwrap(),
+        (false, "f32_hub_style") => made(hub_style(name)),
+        (false, _) => made(rounded(name, variant)),
+    };
     Model::new(config, catalog).unwrap_or_else(|e| panic!("{name}/{variant}: {e}"))
 }
 
@@ -78,7 +83,29 @@ pub fn config(path: &std::path::Path) -> ModelConfig {
         .unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-fn rounded(name: &str, variant: &str) -> Catalog {
+/// A file of GPT-2 as the hub has it: keys without `transformer.`, and a mask of ones below the diagonal in every block.
+pub fn hub_style(name: &str) -> Vec<u8> {
+    let (source, config) =
+        (Tensors::read(path(name).join("f32/model.safetensors")), json(&format!("{name}/f32/config.json")));
+    let number = |key: &str| config[key].as_u64().unwrap();
+    let (n, layers) = (number("n_positions"), number("n_layer"));
+    let mask: Vec<f32> = (0..n * n).map(|i| f32::from(u8::from(i % n <= i / n))).collect();
+    let mut tensors: Vec<Data> = source
+        .0
+        .iter()
+        .map(|(key, (shape, dtype, bytes))| Data {
+            name: key.trim_start_matches("transformer.").into(),
+            dtype: *dtype,
+            shape: shape.clone(),
+            bytes: bytes.clone(),
+        })
+        .collect();
+    tensors.extend((0..layers).map(|i| f32s(&format!("h.{i}.attn.bias"), &[1, 1, n, n], &mask)));
+    tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    file(&tensors)
+}
+
+fn rounded(name: &str, variant: &str) -> Vec<u8> {
     let source = Tensors::read(path(name).join("f32/model.safetensors"));
     let dtype = if variant == "bf16" { DType::BF16 } else { DType::F16 };
     let tensors: Vec<Data> = source
@@ -91,7 +118,7 @@ fn rounded(name: &str, variant: &str) -> Catalog {
             Data { name: n.into(), dtype, shape: source.0[n].0.clone(), bytes: halves.collect() }
         })
         .collect();
-    wait(Catalog::from_sources(vec![Source::memory("model.safetensors", file(&tensors))])).unwrap()
+    file(&tensors)
 }
 
 /// Each token's successor in its row as its label; the last has none. What is masked has a negative label.

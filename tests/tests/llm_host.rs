@@ -46,7 +46,7 @@ fn configurations_of_the_hub_and_of_transformers_5_read_the_same() {
     let qwen = config("qwen2/f32/config.json");
     assert_eq!((qwen.family, qwen.eps, qwen.window(3)), (Family::Qwen2, 1e-6, None));
     assert_eq!(qwen.biases, Biases { qkv: true, o: false, mlp: false });
-    let gpt2 = config("gpt2/f32_hub_style/config.json");
+    let gpt2 = config("gpt2/f32/config.json");
     assert_eq!((gpt2.family, gpt2.ffn, gpt2.max_positions), (Family::Gpt2, 256, 128));
     assert_eq!((gpt2.activation, gpt2.eps, gpt2.tied), (Activation::GeluTanh, 1e-5, true));
     let demo = wait(ModelConfig::read(&Source::open(shakespeare().join("config.json")).unwrap())).unwrap();
