@@ -229,21 +229,25 @@ impl<'a> Lowering<'a> {
     pub(super) fn weights_shape(&self) -> WeightsShape {
         let needs: Vec<Vec<Need>> = self.steps.iter().map(|s| steps::needs(s)).collect();
         let mut automatic: Vec<(u32, Vec<u64>, usize)> = Vec::new();
-        let (mut by_hand, mut at_once, mut touched) = (BTreeSet::new(), 0, BTreeMap::new());
+        // Where a segment stands in `automatic`.
+        let mut order: Vec<Option<usize>> = vec![None; self.segments.len()];
+        let (mut by_hand, mut at_once) = (BTreeSet::new(), 0);
         for need in needs.iter().flatten() {
             let count = need.automatic.len() + usize::from(need.by_hand.is_some());
             at_once = at_once.max(count as u32);
             for s in &need.automatic {
-                match automatic.iter_mut().find(|(other, ..)| other == s) {
-                    Some(entry) => entry.2 += 1,
-                    None => automatic.push((*s, self.segments[*s as usize].buffers.clone(), 1)),
-                }
+                let at = *order[*s as usize].get_or_insert_with(|| {
+                    automatic.push((*s, self.segments[*s as usize].buffers.clone(), 0));
+                    automatic.len() - 1
+                });
+                automatic[at].2 += 1;
             }
             by_hand.extend(need.by_hand.map(|(s, _)| s));
-            for s in need.automatic.iter().chain(need.by_hand.iter().map(|(s, _)| s)) {
-                for place in &self.segments[*s as usize].places {
-                    touched.insert((place.weight.0, place.piece), place.bytes);
-                }
+        }
+        let mut touched = BTreeMap::new();
+        for s in automatic.iter().map(|(s, ..)| s).chain(&by_hand) {
+            for place in &self.segments[*s as usize].places {
+                touched.insert((place.weight.0, place.piece), place.bytes);
             }
         }
         WeightsShape {

@@ -30,6 +30,8 @@ struct Walk<'a, 'b> {
     /// The block whose values were last computed again, and where they are now.
     again: Option<(u32, HashMap<Tensor, Tensor>)>,
     sinks: Option<&'a mut Sinks<'b>>,
+    /// Place of each of the sinks' parameters among them.
+    params: HashMap<Tensor, usize>,
     started: Vec<bool>,
 }
 
@@ -75,6 +77,7 @@ impl Graph {
             mirrors: vec![None; self.visits.len()],
             recompute,
             again: None,
+            params: sunk.iter().enumerate().rev().map(|(k, t)| (*t, k)).collect(),
             started: vec![sinks.as_ref().is_some_and(|s| s.carry); sunk.len()],
             sinks,
         };
@@ -167,7 +170,7 @@ impl Graph {
     /// Adds a part to the gradient of a tensor, or writes it into the array that it belongs to.
     fn collect(&mut self, input: Tensor, part: Tensor, walk: &mut Walk<'_, '_>) -> Result<()> {
         if let Some(sinks) = &mut walk.sinks
-            && let Some((k, view)) = self.sunk(input, sinks.params)
+            && let Some((k, view)) = self.sunk(input, &walk.params)
         {
             let shape = self.shape(input)?;
             let (_, array, offset) = sinks.params[k];
@@ -188,8 +191,8 @@ impl Graph {
     }
 
     /// The parameter that `t` is, or is all elements of in another order (a transposed weight), and how they lie in it.
-    fn sunk(&self, t: Tensor, params: &[(Tensor, usize, u64)]) -> Option<(usize, View)> {
-        let find = |t: Tensor| params.iter().position(|(p, ..)| *p == t);
+    fn sunk(&self, t: Tensor, params: &HashMap<Tensor, usize>) -> Option<(usize, View)> {
+        let find = |t: Tensor| params.get(&t).copied();
         let node = &self.nodes[t.index()];
         if let Some(k) = find(t) {
             return Some((k, View::dense(&node.shape)));
@@ -218,6 +221,7 @@ impl Graph {
         let node = &mut self.nodes[part.index()];
         node.inputs.push(array);
         (node.shape, node.into) = (whole, Some(region.clone()));
+        self.settle(part.index()..part.index() + 1); // nobody has read it
         Some(part)
     }
 
@@ -236,10 +240,7 @@ impl Graph {
     /// Adds the nodes of a block once more, for the backward pass; says where their values are now.
     fn compute_again(&mut self, block: u32, walk: &mut Walk<'_, '_>) -> Result<HashMap<Tensor, Tensor>> {
         let mut values = HashMap::new();
-        for i in 0..walk.grads.len() {
-            if self.nodes[i].block != Some(block) {
-                continue;
-            }
+        for i in self.blocks[block as usize].clone() {
             let old = Tensor(i as u32);
             let mut node = self.nodes[i].clone();
             match node.op {
@@ -265,12 +266,11 @@ impl Graph {
             node.pass = Pass::Backward;
             node.visit = node.visit.map(|v| self.mirror(v, &mut walk.mirrors));
             node.extras.clear();
-            let new = Tensor(self.nodes.len() as u32);
+            let of = matches!(node.op, Op::Extra).then(|| node.inputs[0]);
+            let new = self.push_node(node);
             if let Some(dtype) = self.dtypes.get(&old.0).copied() {
                 self.dtypes.insert(new.0, dtype);
             }
-            let of = matches!(node.op, Op::Extra).then(|| node.inputs[0]);
-            self.nodes.push(node);
             if let Some(of) = of {
                 self.nodes[of.index()].extras.push(new);
             }

@@ -13,6 +13,7 @@ mod versions;
 mod views;
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 pub(crate) use autodiff::Sinks;
@@ -81,10 +82,13 @@ impl std::fmt::Debug for Custom {
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     nodes: Vec<Node>,
+    /// Where each node's value lies: the node whose storage it is, and how. Known when the node is made.
+    places: Vec<(Tensor, View)>,
     segments: HashMap<u32, Segment>,
     visits: Vec<Visit>,
     open_visit: Option<u32>,
-    blocks: u32,
+    /// The nodes of each block, which stand together.
+    blocks: Vec<Range<usize>>,
     open_block: Option<u32>,
     customs: Vec<Custom>,
     /// Nodes that write state, in order: they run last.
@@ -184,10 +188,14 @@ impl Graph {
         if self.open_block.is_some() {
             return Err(Error::Invalid { what: "block".into(), reason: "blocks do not nest".into() });
         }
-        self.open_block = Some(self.blocks);
-        self.blocks += 1;
+        let first = self.nodes.len();
+        self.open_block = Some(self.blocks.len() as u32);
+        self.blocks.push(first..first);
         let result = build(self);
         self.open_block = None;
+        if let Some(block) = self.blocks.last_mut() {
+            block.end = self.nodes.len();
+        }
         result
     }
 
@@ -366,7 +374,7 @@ impl Graph {
 
     /// Builds a program from this graph twice where it has blocks: recomputing their values, and keeping them.
     pub(crate) fn both_ways(self, build: impl Fn(Graph, bool) -> Result<Program>) -> Result<Program> {
-        if self.blocks == 0 {
+        if self.blocks.is_empty() {
             return build(self, false);
         }
         let kept = build(self.clone(), false)?;
@@ -386,21 +394,24 @@ impl Graph {
         t
     }
 
-    /// Puts a folded constant in place of what computes it.
-    pub(crate) fn become_folded(&mut self, t: Tensor, index: u32) {
-        let dtype = self.dtype(t);
-        let node = &mut self.nodes[t.index()];
-        (node.op, node.into) = (Op::Folded(index), None);
-        node.inputs.clear();
-        self.dtypes.insert(t.0, dtype);
+    /// Puts folded constants in place of what computes them, each named by its index.
+    pub(crate) fn become_folded(&mut self, folded: &[(Tensor, u32)]) {
+        let dtypes: Vec<DType> = folded.iter().map(|(t, _)| self.dtype(*t)).collect();
+        for ((t, index), dtype) in folded.iter().zip(dtypes) {
+            let node = &mut self.nodes[t.index()];
+            (node.op, node.into) = (Op::Folded(*index), None);
+            node.inputs.clear();
+            self.dtypes.insert(t.0, dtype);
+        }
+        let first = folded.iter().map(|(t, _)| t.index()).min().unwrap_or(self.nodes.len());
+        self.settle(first..self.nodes.len());
     }
 
     /// Adds a node of another graph, its operands as `copied` says.
     pub(crate) fn copy_node(&mut self, from: &Graph, t: Tensor, copied: &HashMap<Tensor, Tensor>) -> Tensor {
         let node = from.node(t);
         let inputs = node.inputs.iter().map(|i| copied.get(i).copied().unwrap_or(*i)).collect();
-        let new = self.push(node.op.clone(), inputs, node.shape);
-        self.nodes[new.index()].into = node.into.clone();
+        let new = self.push_with(node.op.clone(), inputs, node.shape, node.into.clone());
         if let Some(dtype) = from.dtypes.get(&t.0) {
             self.dtypes.insert(new.0, *dtype);
         }
@@ -417,6 +428,7 @@ impl Graph {
         let node = &mut self.nodes[t.index()];
         node.inputs.push(into);
         node.into = Some(region);
+        self.settle(t.index()..self.nodes.len());
         t
     }
 
@@ -455,10 +467,31 @@ impl Graph {
     }
 
     fn push(&mut self, op: Op, inputs: Vec<Tensor>, shape: Shape) -> Tensor {
+        self.push_with(op, inputs, shape, None)
+    }
+
+    fn push_with(&mut self, op: Op, inputs: Vec<Tensor>, shape: Shape, into: Option<Region>) -> Tensor {
         let pass = if self.in_backward { Pass::Backward } else { Pass::Forward };
         let (visit, block) = (self.open_visit, self.open_block);
-        self.nodes.push(Node { op, inputs, shape, pass, visit, block, into: None, extras: Vec::new() });
-        Tensor(self.nodes.len() as u32 - 1)
+        self.push_node(Node { op, inputs, shape, pass, visit, block, into, extras: Vec::new() })
+    }
+
+    fn push_node(&mut self, node: Node) -> Tensor {
+        let i = self.nodes.len();
+        self.nodes.push(node);
+        self.settle(i..i + 1);
+        Tensor(i as u32)
+    }
+
+    /// Finds out where the values of these nodes lie; operands come first, so their places are known.
+    fn settle(&mut self, nodes: Range<usize>) {
+        for i in nodes {
+            let place = self.place_of(i);
+            match self.places.get_mut(i) {
+                Some(known) => *known = place,
+                None => self.places.push(place),
+            }
+        }
     }
 }
 

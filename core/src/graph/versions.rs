@@ -9,14 +9,18 @@ use super::{Graph, Op, Tensor};
 use crate::error::{Error, Result};
 
 impl Graph {
-    /// The node whose write a value stands for: itself, or below views the node that last wrote.
-    fn version(&self, t: Tensor) -> Tensor {
-        let node = self.node(t);
-        match &node.op {
-            _ if node.into.is_some() => t,
-            Op::View(_) | Op::Hook { .. } | Op::Custom(_) => self.version(node.inputs[0]),
-            _ => t,
+    /// The node whose write each value stands for: itself, or below views the node that last wrote.
+    fn versions(&self) -> Vec<Tensor> {
+        let mut versions: Vec<Tensor> = Vec::with_capacity(self.nodes().len());
+        for (i, node) in self.nodes().iter().enumerate() {
+            versions.push(match &node.op {
+                Op::View(_) | Op::Hook { .. } | Op::Custom(_) if node.into.is_none() => {
+                    versions[node.inputs[0].index()]
+                }
+                _ => Tensor(i as u32),
+            });
         }
+        versions
     }
 
     /// Fails if a live node reads a value that an earlier one has written over.
@@ -37,10 +41,11 @@ impl Graph {
                 }
             }
         }
+        let versions = self.versions();
         let mut newest: HashMap<Tensor, Tensor> = HashMap::new();
         let stale = |newest: &HashMap<Tensor, Tensor>, t: Tensor| {
             let root = self.storage(t).0;
-            newest.get(&root).is_some_and(|last| *last != self.version(t))
+            newest.get(&root).is_some_and(|last| *last != versions[t.index()])
         };
         for (i, node) in self.nodes().iter().enumerate().filter(|(i, _)| live[*i]) {
             // A view of something stale is not a read; whoever reads the view is looked at.

@@ -95,9 +95,7 @@ impl Graph {
         }
         let shape = self.shape(into)?;
         inputs.push(into);
-        let tensor = self.push(op, inputs, shape);
-        self.nodes[tensor.index()].into = Some(region);
-        Ok(tensor)
+        Ok(self.push_with(op, inputs, shape, Some(region)))
     }
 
     /// Storage without content, to be written into.
@@ -208,7 +206,12 @@ impl Graph {
 
     /// The value whose storage `x` lies in, and how it lies there.
     pub(crate) fn storage(&self, x: Tensor) -> (Tensor, View) {
-        let node = self.node(x);
+        self.places[x.index()]
+    }
+
+    /// As [`Graph::storage`], found out from the node and the places of its operands.
+    pub(super) fn place_of(&self, i: usize) -> (Tensor, View) {
+        let node = &self.nodes[i];
         if let (Some(_), Some(into)) = (&node.into, node.inputs.last()) {
             return (self.storage(*into).0, View::dense(&node.shape));
         }
@@ -219,7 +222,7 @@ impl Graph {
                 let (root, base) = self.storage(input);
                 (root, compose(view, &self.node(input).shape, &base))
             }
-            _ => (x, View::dense(&node.shape)),
+            _ => (Tensor(i as u32), View::dense(&node.shape)),
         }
     }
 }

@@ -191,7 +191,8 @@ impl Adapter {
     }
 
     pub(crate) fn site(&self, block: usize, path: &str) -> Option<&Site> {
-        self.sites.iter().find(|s| s.block == block && s.path == path)
+        let first = self.sites.partition_point(|s| s.block < block); // they stand in the order of blocks
+        self.sites[first..].iter().take_while(|s| s.block == block).find(|s| s.path == path)
     }
 
     /// First values: A uniform between ± 1 / √in (PEFT's Kaiming initialisation with a = √5), B zero. Each number is a

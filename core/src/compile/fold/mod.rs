@@ -342,13 +342,16 @@ fn name_of(graph: &Graph, t: Tensor, catalog: &Catalog) -> String {
 impl Folding {
     /// The programs with folded values in place of what computes them.
     pub fn rewrite(&self, programs: &[&Program]) -> Vec<Program> {
-        let mut rewritten: Vec<Program> = programs.iter().map(|p| (*p).clone()).collect();
+        let mut folded: Vec<Vec<(Tensor, u32)>> = vec![Vec::new(); programs.len()];
         for (i, fold) in self.folds.iter().enumerate() {
-            for (p, t) in &fold.occurrences {
-                rewritten[*p].graph.become_folded(*t, i as u32);
-            }
+            fold.occurrences.iter().for_each(|(p, t)| folded[*p].push((*t, i as u32)));
         }
-        rewritten
+        let rewrite = |(program, folded): (&&Program, Vec<(Tensor, u32)>)| {
+            let mut program = (*program).clone();
+            program.graph.become_folded(&folded);
+            program
+        };
+        programs.iter().zip(folded).map(rewrite).collect()
     }
 
     /// The program that computes the folds, one after the other, each from a segment of its own.

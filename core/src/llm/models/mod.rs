@@ -176,13 +176,14 @@ impl Model {
         let head = if config.tied { tokens } else { files.tensor(HEAD, &table)? };
         files.nothing_else(&config, &names)?;
 
+        let block_names: Vec<String> = (0..blocks.len()).map(block_name).collect();
+        let mut specs: Vec<(&str, Vec<(&str, WeightId)>)> = Vec::with_capacity(blocks.len());
+        for (name, entries) in block_names.iter().zip(&blocks) {
+            specs.push((name, entries.iter().map(|(short, id)| (short.as_str(), *id)).collect()));
+        }
         let embed = catalog.define_segment("embed", &[("tokens", tokens)])?;
         let positions = positions.map(|p| catalog.define_segment("positions", &[("positions", p)])).transpose()?;
-        let named = blocks.iter().enumerate().map(|(i, entries)| {
-            let entries: Vec<(&str, WeightId)> = entries.iter().map(|(short, id)| (short.as_str(), *id)).collect();
-            catalog.define_segment(&block_name(i), &entries)
-        });
-        let blocks = named.collect::<Result<Vec<Segment>>>()?;
+        let blocks = catalog.define_segments(&specs)?;
         let head = head_segments(&mut catalog, &end, head)?;
         Ok(Model { config, catalog, family, modules, embed, positions, blocks, head })
     }

@@ -13,12 +13,24 @@ impl Catalog {
     ///
     /// Errors: [`Error::Invalid`] if the segment's name is taken, a name is given twice, or a weight is not of this catalog.
     pub fn define_segment(&mut self, name: &str, weights: &[(&str, WeightId)]) -> Result<Segment> {
-        let mut entries = Vec::new();
-        for (short, weight) in weights {
-            self.check_weight(name, short, *weight)?;
-            entries.extend(self.all_pieces(&Arc::from(*short), *weight));
+        let mut defined = self.define_segments(&[(name, weights.to_vec())])?;
+        defined.pop().ok_or_else(|| refuse(name, "it was not made".into()))
+    }
+
+    /// As [`Catalog::define_segment`], many at once, which for the blocks of a deep model is far cheaper than one after
+    /// the other. Either all are made, or none.
+    pub fn define_segments(&mut self, segments: &[(&str, Vec<(&str, WeightId)>)]) -> Result<Vec<Segment>> {
+        let mut specs = Vec::with_capacity(segments.len());
+        for (name, weights) in segments {
+            let mut entries = Vec::new();
+            for (short, weight) in weights {
+                self.check_weight(name, short, *weight)?;
+                entries.extend(self.all_pieces(&Arc::from(*short), *weight));
+            }
+            check_names(name, weights.iter().map(|(short, _)| *short))?;
+            specs.push((Arc::from(*name), entries));
         }
-        self.define(name, entries, weights.iter().map(|(short, _)| *short))
+        self.define(specs)
     }
 
     /// As [`Catalog::define_segment`], of single pieces: `(name in the segment, weight, index of the piece)`.
@@ -28,8 +40,10 @@ impl Catalog {
             self.check_weight(name, short, *weight)?;
             let count = self.weight(*weight).pieces.len();
             if *piece as usize >= count {
-                let reason = format!("piece {piece} of `{short}` was asked for, but the weight has {count}");
-                return Err(Error::Invalid { what: format!("segment `{name}`"), reason });
+                return Err(refuse(
+                    name,
+                    format!("piece {piece} of `{short}` was asked for, but the weight has {count}"),
+                ));
             }
             entries.push(self.entry(Arc::from(*short), *weight, *piece));
         }
@@ -38,34 +52,27 @@ impl Catalog {
         distinct.dedup();
         let mut seen = HashSet::new();
         if let Some(twice) = entries.iter().find(|e| !seen.insert((e.weight, e.piece))) {
-            let reason = format!("piece {} of `{}` is given twice", twice.piece, twice.name);
-            return Err(Error::Invalid { what: format!("segment `{name}`"), reason });
+            return Err(refuse(name, format!("piece {} of `{}` is given twice", twice.piece, twice.name)));
         }
-        self.define(name, entries, distinct.iter().map(|(short, _)| *short))
+        check_names(name, distinct.iter().map(|(short, _)| *short))?;
+        let mut defined = self.define(vec![(name.into(), entries)])?;
+        defined.pop().ok_or_else(|| refuse(name, "it was not made".into()))
     }
 
     fn check_weight(&self, segment: &str, short: &str, weight: WeightId) -> Result<()> {
         match self.get(weight) {
             Some(_) => Ok(()),
-            None => Err(Error::Invalid {
-                what: format!("segment `{segment}`"),
-                reason: format!("`{short}` is weight {}, but the catalog has {} weights", weight.0, self.weights.len()),
-            }),
+            None => {
+                let reason =
+                    format!("`{short}` is weight {}, but the catalog has {} weights", weight.0, self.weights.len());
+                Err(refuse(segment, reason))
+            }
         }
     }
 
-    fn define<'a>(
-        &mut self,
-        name: &str,
-        entries: Vec<SegmentEntry>,
-        mut short_names: impl Iterator<Item = &'a str>,
-    ) -> Result<Segment> {
-        let refuse = |reason: String| Error::Invalid { what: format!("segment `{name}`"), reason };
-        let mut seen = HashSet::new();
-        if let Some(twice) = short_names.find(|short| !seen.insert(*short)) {
-            return Err(refuse(format!("the name `{twice}` is given twice")));
-        }
-        let taken: HashSet<(WeightId, u32)> = entries.iter().map(|e| (e.weight, e.piece)).collect();
+    fn define(&mut self, specs: Vec<(Arc<str>, Vec<SegmentEntry>)>) -> Result<Vec<Segment>> {
+        let entries = specs.iter().flat_map(|(_, entries)| entries);
+        let taken: HashSet<(WeightId, u32)> = entries.map(|e| (e.weight, e.piece)).collect();
         let mut shrunk = Vec::new();
         for id in &self.defaults {
             let old = &self.segments[id.0 as usize];
@@ -75,9 +82,14 @@ impl Catalog {
                 shrunk.push((*id, Arc::clone(&old.name), rest, Arc::clone(&old.left_out)));
             }
         }
-        let gone = |id: SegmentId| shrunk.iter().any(|(other, _, rest, _)| *other == id && rest.is_empty());
-        if self.current.get(name).is_some_and(|id| !gone(*id)) {
-            return Err(refuse("the name is taken".into()));
+        let gone: HashSet<SegmentId> =
+            shrunk.iter().filter(|(_, _, rest, _)| rest.is_empty()).map(|(id, ..)| *id).collect();
+        let mut new = HashSet::new();
+        let is_taken = |name: &Arc<str>| {
+            self.current.get(&**name).is_some_and(|id| !gone.contains(id)) || !new.insert(name.clone())
+        };
+        if let Some(name) = specs.iter().map(|(name, _)| name.clone()).find(is_taken) {
+            return Err(refuse(&name, "the name is taken".into()));
         }
         // Nothing fails from here on. Sorted, as ids must not depend on the order of a hash set.
         shrunk.sort_by_key(|(id, _, _, _)| *id);
@@ -89,8 +101,9 @@ impl Catalog {
                 self.defaults.insert(id);
             }
         }
-        let id = self.push_segment(name.into(), entries, Arc::default());
-        Ok(self.segments[id.0 as usize].clone())
+        let ids: Vec<SegmentId> =
+            specs.into_iter().map(|(name, entries)| self.push_segment(name, entries, Arc::default())).collect();
+        Ok(ids.into_iter().map(|id| self.segments[id.0 as usize].clone()).collect())
     }
 
     pub(super) fn all_pieces(&self, name: &Arc<str>, weight: WeightId) -> Vec<SegmentEntry> {
@@ -119,5 +132,17 @@ impl Catalog {
         self.segments.push(Segment { id, name: Arc::clone(&name), entries: entries.into(), left_out });
         self.current.insert(name, id);
         id
+    }
+}
+
+fn refuse(segment: &str, reason: String) -> Error {
+    Error::Invalid { what: format!("segment `{segment}`"), reason }
+}
+
+fn check_names<'a>(segment: &str, mut short_names: impl Iterator<Item = &'a str>) -> Result<()> {
+    let mut seen = HashSet::new();
+    match short_names.find(|short| !seen.insert(*short)) {
+        Some(twice) => Err(refuse(segment, format!("the name `{twice}` is given twice"))),
+        None => Ok(()),
     }
 }
